@@ -1,4 +1,4 @@
-"""What tests of several folders run over: RPC worlds of real processes, and stores."""
+"""Fixtures that several folders share: RPC worlds of real processes, and a TCP store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rpc_fleet import World
 
 @pytest.fixture(scope="session")
 def world(forkserver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A trainer and three workers, for tests after which all of them live."""
+    """An RPC world of a trainer and three workers, for tests that leave all of them alive."""
     made = World(forkserver, tmp_path_factory.mktemp("world"), 3)
     yield made
     made.end()
@@ -22,7 +22,7 @@ def world(forkserver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def short_lived(forkserver: Any, tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes worlds in which somebody may die."""
+    """A function that makes RPC worlds whose processes a test may kill."""
     made: list[World] = []
 
     def make(workers: int, **options: Any) -> World:
@@ -36,5 +36,5 @@ def short_lived(forkserver: Any, tmp_path: Path) -> Iterator[Callable[..., World
 
 @pytest.fixture
 def store() -> Any:
-    """A store hosted by this process."""
+    """A TCP store that this process hosts."""
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""The one list of all adapters that are held to the contract: how each is created, and what it cannot reach."""
+"""All adapters that the conformance kit checks: how each is created, and which scenarios it cannot reach."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ ANSWERS_GO_HOME = (
     "next call"
 )
 WORDLESS = "a sender that says no goodbye is noticed by the end of its process alone, and here both ends are in one"
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing check takes this long.
 LONG = 900.0
-#: As all tests of Ray: its processes take long to start, and it leaves what it does not close to the collector.
+#: The marks of all tests of Ray, whose processes start slowly and which leaves sockets to the garbage collector.
 RAY = (pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning"))
 NO_CABLE = "a call cannot break while both ends are alive"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An entry of the list: both ends in this process, and nothing else needed."""
+    """An adapter whose two ends are in this process, and which needs nothing else."""
 
     name: str
     factory: Factory
@@ -57,7 +57,7 @@ class Adapter:
         return pytest.param(self, id=self.name, marks=self.marks)
 
     def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
-        """What the kit says of it; in whichever process its ends have to be."""
+        """Run the conformance kit, in the process in which the ends must be, and return its result."""
         try:
             return check_transport(self.factory, unreachable=self.unreachable, **how)
         except Nonconforming as refused:
@@ -66,7 +66,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Apart(Adapter):
-    """One whose threads and settings are the process's: a process of its own, given a folder, makes the factory."""
+    """An adapter with process-wide threads and settings: a child process makes the factory, given a folder."""
 
     def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
         (worker,) = request.getfixturevalue("crew").start(None)
@@ -82,7 +82,7 @@ class Apart(Adapter):
 
 @dataclass(frozen=True)
 class OnRay(Adapter):
-    """One that needs a Ray cluster, whose factory lives in a context."""
+    """An adapter that needs a Ray cluster, and whose factory is a context manager."""
 
     def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
         request.getfixturevalue("cluster")
@@ -99,7 +99,7 @@ def local(delivery: Delivery, payloads: Payloads) -> Callable[[str], Ends]:
 
 
 class GoodbyesFirst(LocalLink):
-    """What came with a goodbye comes behind it: as right as any other order, where links reorder."""
+    """Delivers a goodbye before the messages that arrived with it, as a link that reorders may."""
 
     def receive(self) -> list[Received]:
         return sorted(super().receive(), key=lambda each: _FIRST.get(type(each.message), len(_FIRST)))
@@ -146,7 +146,7 @@ def call_server(call_client: Callable[[CallServer], Any], over: type[CallLink] =
 
 
 def queues(model_id: str) -> Ends:
-    """Two queues, as a user of `MPTransport` gives them."""
+    """Links over two queues, as a user of `MPTransport` passes them."""
     there, back = multiprocessing.Queue(), multiprocessing.Queue()
     ours, theirs = QueueChannel(there, back), QueueChannel(back, there)
 
@@ -162,8 +162,8 @@ def queues(model_id: str) -> Ends:
 
 
 def empty(queue: Any) -> None:
-    """Read what nobody has read, so that the queue's own thread can end."""
-    with contextlib.suppress(OSError, EOFError, TypeError):  # closed by its own thread, just now
+    """Read the unread messages of a queue, so that its feeder thread can end."""
+    with contextlib.suppress(OSError, EOFError, TypeError):  # the queue's thread has just closed it
         while queue._thread is not None and queue._thread.is_alive():
             if queue._reader.poll(0.01):
                 queue._reader.recv_bytes()
@@ -180,19 +180,19 @@ def example(model_id: str) -> Ends:
 
 
 class Deaf:
-    """A user's transport, as the reference's pages have it."""
+    """A user's transport, as the reference documents it."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Take weights."""
+        """Accept the weights and discard them."""
 
 
 def users_own(model_id: str) -> Ends:
-    """What `WeightSender` creates over a user's own transport."""
+    """The link that `WeightSender` creates over a user's own transport."""
     return Ends(user_link(Deaf(), "policy", "the worker"), lambda accept: lambda: None)
 
 
 def wrapped(connect: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:
-    """The same, misbehaving as far as ``delivery`` allows."""
+    """The same links, wrapped in `FaultyTransport` with all faults that ``delivery`` allows."""
 
     def over(model_id: str) -> Ends:
         inner = connect(model_id)
@@ -209,7 +209,7 @@ def wrapped(connect: Factory, delivery: Delivery, seed: int, **faults: float) ->
         ends = (near, far(receiver))
 
         def cut() -> None:
-            # In the model what was said before a link broke still comes out.
+            # In the model, messages that were sent before a link broke still arrive.
             for end in ends:
                 end.release()
             (inner.cut or near.cut)()
@@ -248,7 +248,7 @@ HELD = "a goodbye that is held back goes with its link, and a queue has no end"
 LATE = "a handshake that is held back until its link closes is a call that may come after the next link's"
 WEIGHTS_ONLY = "a user's own transport takes weights, not messages: no link of ours is at its other end"
 
-#: What `FaultyTransport` does under each delivery.
+#: The faults of `FaultyTransport` under each delivery.
 FAULTS = {
     Delivery.ORDERED: {"delay": 0.3},
     Delivery.REORDERED: {"delay": 0.4},
@@ -260,7 +260,7 @@ FAULTS = {
 def faulty(
     name: str, connect: Factory, unreachable: Mapping[str, str], deliveries: Iterable[Delivery]
 ) -> list[Adapter]:
-    """The same adapter, wrapped once a delivery."""
+    """The same adapter, wrapped once for each delivery."""
     return [
         Adapter(
             f"{name}, faulty {delivery.name}",
@@ -295,7 +295,7 @@ ADAPTERS = [
     *faulty(
         "queue", queues, {**QUEUES, **dict.fromkeys(("a worker says bye", "an idle worker says bye"), HELD)}, Delivery
     ),
-    # A call brings home one answer: one more would go with a call that is not its own.
+    # A call returns one answer: a duplicate would return with another call.
     *faulty(
         "calls in threads", call_server(ThreadedCallClient), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)
     ),

@@ -1,4 +1,4 @@
-"""The one list of transports that carry weights for tests: a sender here, and workers wherever they are."""
+"""The transports over which tests send weights: a sender in this process, and its worker."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from weightsync.transports.calls.client import CallLink
 from weightsync.transports.calls.server import CallServer
 from weightsync.transports.pipe.link import PipeLink
 
-#: Seconds after which a test gives up; reached only by a failure.
+#: Seconds until a wait gives up. Only a failing test waits this long.
 PATIENCE = 60.0
 
 
 class Carrier(abc.ABC):
-    """One sender and one worker."""
+    """A sender and a worker, joined by one transport."""
 
     sender: WeightSender
 
     @abc.abstractmethod
     def send(self, weights: Any) -> SyncReport:
-        """One whole send."""
+        """Send the weights, and wait for the report."""
 
     @abc.abstractmethod
     def served(self) -> dict[str, Any]:
-        """All that the worker serves, bit by bit."""
+        """All weights that the worker serves, bit by bit."""
 
     @abc.abstractmethod
     def digest(self) -> bytes:
-        """The digest of what the worker serves."""
+        """The digest of the weights that the worker serves."""
 
 
 class Here(Carrier):
-    """The worker's end is in this process, and driven by the same thread."""
+    """A worker in this process, driven by the thread of the sender."""
 
     def __init__(self, sending: Any, receiving: Any, theirs: Any, make: Callable[[], Any], **given: Any) -> None:
         self.model = make()
@@ -78,7 +78,7 @@ def over_pipes(scheme: Any, make: Callable[[], Any]) -> Iterator[Carrier]:
 
 
 class LinkScheme(WeightSyncScheme):
-    """Endpoints are links, or call servers."""
+    """A scheme whose endpoints are links or call servers."""
 
     _sender_arguments = ("ends",)
     _worker_arguments = ("end",)

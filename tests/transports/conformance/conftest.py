@@ -1,4 +1,4 @@
-"""Workers by forkserver."""
+"""Fixtures of the conformance tests: workers started by forkserver."""
 
 from fleet import crew
 

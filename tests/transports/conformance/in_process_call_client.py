@@ -1,4 +1,4 @@
-"""Call clients for a call server of this process: they call in the caller's thread, or in several others."""
+"""Call clients of a call server in this process: one calls in the caller's thread, the other in a thread pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.transports.calls.server import CallServer, Parcel, decoded
 
 
 class DirectCallClient(SharesMemory):
-    """Calls in the thread that sends."""
+    """Calls the call server in the thread that sends."""
 
     def __init__(self, call_server: CallServer) -> None:
         self.call_server = call_server
@@ -44,7 +44,7 @@ class DirectCallClient(SharesMemory):
     def _bring(self, parcel: Parcel, answers: Answers) -> None:
         try:
             frames = self.call_server.submit(parcel)
-        except Exception as error:  # noqa: BLE001 - as a remote call's
+        except Exception as error:  # noqa: BLE001 - the answers' error, as after a remote call
             answers.set_exception(error)
             return
         frames.add_done_callback(lambda done: self._came_home(answers, done))
@@ -52,7 +52,7 @@ class DirectCallClient(SharesMemory):
     def _came_home(self, answers: Answers, done: Future[Any]) -> None:
         try:
             messages = decoded(self._shared.without_mark(done.result()))
-        except Exception as error:  # noqa: BLE001 - as a remote call's
+        except Exception as error:  # noqa: BLE001 - the answers' error, as after a remote call
             answers.set_exception(error)
             return
         self._shared.heard(messages)
@@ -64,7 +64,7 @@ class DirectCallClient(SharesMemory):
 
 
 class ThreadedCallClient(DirectCallClient):
-    """Calls in threads of its own, so that calls overtake each other."""
+    """Calls the call server in a thread pool, so that calls overtake each other."""
 
     def __init__(self, call_server: CallServer) -> None:
         super().__init__(call_server)

@@ -1,7 +1,7 @@
 """Worlds of real processes for weights of every kind: a trainer and two workers, over each transport.
 
-Each kind is a model of its own, so that one world carries them all. What trainer and workers do are functions of a
-setup, wherever that is: in the test's process, in one of a crew's, or in an actor.
+Each kind is a model with its own id, so that one world carries all kinds. The trainer and the workers run functions
+that take a `WorkerSetup`, in the test's process, in a child process or in a Ray actor.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ WORKERS = 2
 EVERYBODY = tuple(range(WORKERS))
 
 
-# ---------------------------------------------------------------------------------------- what the trainer is asked
+# ----------------------------------------------------------------------------- functions that run in the trainer
 
 
 def begin(setup: WorkerSetup, model_id: str, workers: tuple[int, ...] = (0,), **given: Any) -> None:
-    """Make the sender of a model to those workers, without connecting; ``given`` is for `init_on_sender`."""
+    """Create a model's sender for these workers without connecting it; ``given`` is passed to `init_on_sender`."""
     setup.kept[model_id] = scheme = setup.kept["make"]()
     scheme.init_on_sender(model_id, **{**setup.kept["reach"](workers), **given})
 
 
 def begin_kind(setup: WorkerSetup, model_id: str, kind: str) -> None:
-    """Make the sender of a kind to the first worker, and its first source."""
+    """Create the sender of a kind for the first worker, and the first source of its weights."""
     begin(setup, model_id)
     setup.kept["source of " + model_id] = BY_NAME[kind].source(1)
 
 
 def begin_cast(setup: WorkerSetup, model_id: str, wire_dtype: Any, workers: tuple[int, ...] = (0,)) -> None:
-    """Make the sender of a registered model that is cast on its way."""
+    """Create the sender of a registered model whose weights are cast to a wire dtype."""
     setup.kept["source of " + model_id] = model = BY_NAME["buffers"].source(1)
     setup.kept[model_id] = scheme = setup.kept["make"](wire_dtype=wire_dtype)
     scheme.init_on_sender(model_id, **setup.kept["reach"](workers), model=model)
 
 
 def send_cast(setup: WorkerSetup, model_id: str, dtype: torch.dtype, by_scheme: bool) -> tuple[SyncReport, Any, bytes]:
-    """Change the registered model and send it: the report, all that was to be served, and its digest."""
+    """Change the registered model and send it. Returns the report, the expected weights and their digest."""
     model, scheme = nudge(setup.kept["source of " + model_id]), setup.kept[model_id]
     report = (scheme if by_scheme else scheme.get_sender()).send(timeout=PATIENCE)
     return report, snapshot(copy.deepcopy(model).to(dtype)), scheme.get_sender().digest()
 
 
 def refusals(setup: WorkerSetup, model_id: str) -> list[tuple[str, str]]:
-    """What two sends raise to a worker whose model has other dtypes than what is sent."""
+    """The errors of two sends to a worker whose model has other dtypes than the weights."""
     errors = []
     for _ in range(2):
         try:
@@ -76,7 +76,7 @@ def refusals(setup: WorkerSetup, model_id: str) -> list[tuple[str, str]]:
 
 
 def send_kind(setup: WorkerSetup, model_id: str, kind: str) -> tuple[SyncReport, dict[str, Any], bytes]:
-    """Send a kind and change the source: the report, all that was to be served, and its digest."""
+    """Send a kind, and change its source afterwards. Returns the report, the expected weights and their digest."""
     source, sender = setup.kept["source of " + model_id], setup.kept[model_id].get_sender()
     wanted = expected(source)
     report = sender.send(source, timeout=PATIENCE)
@@ -85,22 +85,22 @@ def send_kind(setup: WorkerSetup, model_id: str, kind: str) -> tuple[SyncReport,
 
 
 def send_what(setup: WorkerSetup, model_id: str, make: Callable[[], Any]) -> SyncReport:
-    """Send what ``make`` makes; the report, whatever is in it."""
+    """Send the weights that ``make`` returns. Returns the report, even of a failed send."""
     report: SyncReport = setup.kept[model_id].get_sender().send(make(), timeout=PATIENCE, on_failure="report")
     return report
 
 
 def link_state(setup: WorkerSetup, model_id: str) -> tuple[int, str]:
-    """The sender's version and state."""
+    """The sender's version and the name of its state."""
     sender = setup.kept[model_id].get_sender()
     return sender.version, sender.state.value
 
 
 def begin_mapped(setup: WorkerSetup, model_id: str, devices: list[str]) -> tuple[list[int], set[str], str]:
-    """Make the sender of a module to all workers, whose first weights differ by worker and lie on its device.
+    """Create a module's sender with a ``device_map_fn``: each worker gets its own first weights, on its device.
 
     Returns:
-        What the ``device_map_fn`` was called with: each worker's id, and the weights' types; the scheme's strategy.
+        The worker ids and the types of weights that ``device_map_fn`` was called with, and the scheme's strategy.
     """
     setup.kept["source of " + model_id] = model = BY_NAME["buffers"].source(1).to(devices[0])
     workers, types = [], set()
@@ -115,18 +115,18 @@ def begin_mapped(setup: WorkerSetup, model_id: str, devices: list[str]) -> tuple
 
 
 def marked(weights: Any, worker: int) -> Any:
-    """A worker's own first weights, of a tensor or a TensorDict."""
+    """The first weights of a worker, made distinct by its id, from a tensor or a TensorDict."""
     return weights + 1 + worker
 
 
 def push(setup: WorkerSetup, model_id: str) -> tuple[SyncReport, dict[str, Any]]:
-    """Change the registered model, and send it by the second generation's verb."""
+    """Change the registered model, and send it through generation B's `send`. Returns the report and the weights."""
     model = nudge(setup.kept["source of " + model_id])
     return setup.kept[model_id].send(timeout=PATIENCE), snapshot(model)
 
 
 def pose(setup: WorkerSetup) -> None:
-    """From now on all weights of this process go the way of those on a device, in pieces of 48 bytes."""
+    """Make this process pack all weights as it packs those on a device, in chunks of 48 bytes."""
     setup.kept["posing"] = posing = pytest.MonkeyPatch()
     posing.setattr(packing, "_on_one_device", bool)
     posing.setattr(packing, "CHUNK", 48)
@@ -144,11 +144,11 @@ def finish(setup: WorkerSetup, model_id: str) -> None:
     setup.kept.pop("source of " + model_id, None)
 
 
-# ------------------------------------------------------------------------------------------ what a worker is asked
+# ------------------------------------------------------------------------------- functions that run in a worker
 
 
 def hold(setup: WorkerSetup, model_id: str, make: Callable[[], Any]) -> None:
-    """Have the model that ``make`` makes, and listen for its weights where calls do not do that by themselves."""
+    """Keep the model that ``make`` returns, and create its receiver unless the worker's actor does so itself."""
     setup.kept["model of " + model_id] = model = make()
     if "listen" in setup.kept:
         scheme = setup.kept["make"]()
@@ -161,7 +161,7 @@ def hold_kind(setup: WorkerSetup, model_id: str, kind: str) -> None:
 
 
 def change_model(setup: WorkerSetup, model_id: str, change: Callable[[Any], Any]) -> None:
-    """Do something to a model by hand."""
+    """Change a model by hand."""
     change(setup.kept["model of " + model_id])
 
 
@@ -171,7 +171,7 @@ def take(setup: WorkerSetup, model_id: str) -> bool:
 
 
 def take_in_vain(setup: WorkerSetup, model_id: str) -> str:
-    """Why nothing can be received."""
+    """Try to receive a version, and return the error's message."""
     try:
         take(setup, model_id)
     except WeightSyncError as error:
@@ -180,12 +180,12 @@ def take_in_vain(setup: WorkerSetup, model_id: str) -> str:
 
 
 def meet(setup: WorkerSetup, model_id: str) -> None:
-    """The second generation's `connect`; from then on versions go live in the background."""
+    """Call generation B's `connect`, from which on a worker applies versions in the background."""
     setup.kept[model_id].connect(timeout=PATIENCE)
 
 
 def serves(setup: WorkerSetup, model_id: str) -> tuple[dict[str, Any], bytes]:
-    """All that is served, bit by bit, and its digest."""
+    """All weights that are served, bit by bit, and their digest."""
     receiver = _receiver(setup, model_id)
     with receiver.serving():
         return snapshot(setup.kept["model of " + model_id]), receiver.digest()
@@ -196,7 +196,7 @@ def _receiver(setup: WorkerSetup, model_id: str) -> Any:
 
 
 def leave(setup: WorkerSetup, model_id: str) -> None:
-    """Close a model's receiver, and let go of the model."""
+    """Close a model's receiver, and drop the model."""
     _receiver(setup, model_id).close()
     del setup.kept["model of " + model_id]
 
@@ -205,13 +205,13 @@ def leave(setup: WorkerSetup, model_id: str) -> None:
 
 
 class World(abc.ABC):
-    """A trainer and two workers, which do what they are asked: ``do``, ``tell`` and ``answer``."""
+    """A trainer and two workers, which run functions on request: see ``do``, ``tell`` and ``answer``."""
 
     trainer: Any
     workers: list[Any]
 
     def send(self, model_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Have the trainer send to the first worker, which receives."""
+        """Have the trainer send, and the first worker receive. Returns the trainer's result."""
         worker = self.workers[0]
         worker.tell(take, model_id)
         result = self.trainer.do(function, model_id, *arguments)
@@ -219,7 +219,7 @@ class World(abc.ABC):
         return result
 
     def refuse(self, model_id: str) -> list[tuple[str, str]]:
-        """Have the first worker refuse every update. Returns what the trainer gets from each send."""
+        """Have the trainer send twice to the first worker, which cannot take the weights. Returns the sends' errors."""
         self.workers[0].tell(take_in_vain, model_id)
         errors: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
         why = self.workers[0].answer()
@@ -227,7 +227,7 @@ class World(abc.ABC):
         return errors
 
     def connect(self, model_id: str) -> None:
-        """Have everybody connect, as the second generation does."""
+        """Have the trainer and both workers connect, as in generation B."""
         for worker in self.workers:
             worker.tell(meet, model_id)
         self.trainer.do(meet, model_id)
@@ -235,7 +235,7 @@ class World(abc.ABC):
             worker.answer()
 
     def refusal_of(self, model_id: str, make: Callable[[], Any]) -> str:
-        """What is said of a worker whose own model, made by ``make``, cannot take weights."""
+        """The error for a worker whose model, made by ``make``, cannot take weights."""
         try:
             self.workers[0].do(hold, model_id, make)
         except WeightSyncError as error:
@@ -243,18 +243,18 @@ class World(abc.ABC):
         return ""
 
     def forget(self, model_id: str, workers: tuple[int, ...] = (0,)) -> None:
-        """Close a model's schemes, and let go of its weights."""
+        """Close a model's schemes, and drop its weights."""
         self.trainer.do(finish, model_id)
         for worker in workers:
             self.workers[worker].do(leave, model_id)
 
     @abc.abstractmethod
     def end(self) -> None:
-        """Nothing of it is left."""
+        """End all processes and actors of this world."""
 
 
 class _Here:
-    """A trainer in the test's own process."""
+    """A trainer in the test's process."""
 
     def __init__(self, **kept: Any) -> None:
         self.setup = WorkerSetup(None, None)
@@ -265,7 +265,7 @@ class _Here:
 
 
 class OverPipes(World):
-    """Workers behind pipes, which all models share."""
+    """Workers reached by pipes, which all models share."""
 
     def __init__(self, context: Any, make: Any) -> None:
         self.workers = [Worker(context, None) for _ in EVERYBODY]
@@ -285,7 +285,7 @@ class OverPipes(World):
             process.end()
 
 
-#: A connection closes with the last of the models that share it: this one stays.
+#: The id of a model that keeps the pipes open: a connection closes with the last model that uses it.
 KEPT_OPEN = "kept open"
 
 
@@ -294,7 +294,7 @@ def _behind_pipe(setup: WorkerSetup, make: Any) -> None:
 
 
 class _Processes(World):
-    """All of them processes of a crew's: neither RPC nor its threads end with a test."""
+    """A trainer and workers in child processes, since RPC and its threads outlive a test."""
 
     def __init__(self, context: Any, enter: Callable[[WorkerSetup, int, Any], None], where: Any) -> None:
         self.trainer, *self.workers = everybody = [Worker(context, None) for _ in range(1 + WORKERS)]
@@ -310,7 +310,7 @@ class _Processes(World):
 
 
 class OverRpc(_Processes):
-    """One RPC world, whose store is a file of that folder."""
+    """An RPC world whose store is a file in the given folder."""
 
     def __init__(self, context: Any, folder: str) -> None:
         super().__init__(context, _into_rpc, folder)
@@ -323,7 +323,7 @@ def _into_rpc(setup: WorkerSetup, rank: int, folder: str) -> None:
 
 
 class OverStore(_Processes):
-    """A store of the test's process, and gloo pairs."""
+    """Links over torch.distributed with gloo, through a store in the test's process."""
 
     def __init__(self, context: Any) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -337,12 +337,12 @@ def _to_store(setup: WorkerSetup, rank: int, port: int) -> None:
 
 
 class OverRay(World):
-    """Actors of our mixin, whose calls receive; the trainer is in this process, which is connected to Ray."""
+    """Ray actors with `WeightSyncActor`, and a trainer in this process. The trainer's calls make actors receive."""
 
     def __init__(self) -> None:
         self._ray = importlib.import_module("ray")
         self._actors = [self._ray.remote(num_cpus=0)(Holder).remote() for _ in EVERYBODY]
-        # Starting a process takes seconds, and minutes where many do so at once: the test's own timeout ends it.
+        # No timeout here: processes that start at once may take minutes, and the test has its own timeout.
         self._ray.get([actor.starts.remote() for actor in self._actors])
         self.workers = [_Actor(self._ray, actor) for actor in self._actors]
         self.trainer = _Here(make=RayWeightSyncScheme, reach=self._reach)
@@ -361,7 +361,7 @@ class OverRay(World):
         self.trainer.do(meet, model_id)
 
     def refusal_of(self, model_id: str, make: Callable[[], Any]) -> str:
-        """It is said when the handshake comes, or weights: before the send, or by its report."""
+        """An actor raises the error at the handshake or at the update: read it from the send's error or report."""
         super().refusal_of(model_id, make)
         self.trainer.do(begin, model_id)
         try:
@@ -378,14 +378,14 @@ class OverRay(World):
 
 
 class Holder(WeightSyncActor):
-    """An actor that holds models, by their ids."""
+    """An actor that holds models by their ids."""
 
     def __init__(self) -> None:
         self.setup = WorkerSetup(None, None)
         self.setup.kept["receiver"] = self.weight_receiver
 
     def starts(self) -> None:
-        """Nothing, once it has started."""
+        """Return once the actor has started."""
 
     def get_model(self, model_id: str) -> Any:
         return self.setup.kept.get("model of " + model_id)
@@ -395,7 +395,7 @@ class Holder(WeightSyncActor):
 
 
 class _Actor:
-    """An actor, from the test's side."""
+    """The test's handle of an actor."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray

@@ -1,7 +1,7 @@
-"""A real Ray actor that hands its calls to this process, where the kit drives the receiver, and the answers back.
+"""A real Ray actor that forwards calls to this process, where the kit drives the receiver, and returns the answers.
 
-Everything of ours between the ends carries: `ActorCallClient`, Ray's calls, the object store, `CallServer`. What a
-serial actor adds, that the call itself drives the receiver, is the tests' in `tests/transports/ray`.
+All code between the ends is the shipped one: `ActorCallClient`, Ray's calls, the object store, `CallServer`. Calls that
+drive the receiver themselves, as in a serial actor, are tested in `tests/transports/ray`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightsync.transports.calls.server import CallServer, Frames, Parcel
 
 
 class Relay:
-    """The actor: each call waits for what the other process answers."""
+    """The actor. Each call waits for the answer of the other process."""
 
     def __init__(self, address: str) -> None:
         self._connection = Client(address, "AF_UNIX")
@@ -35,7 +35,7 @@ class Relay:
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    async def _weightsync_call(  # noqa: PLR0917 - as the mixin's
+    async def _weightsync_call(  # noqa: PLR0917 - the signature of `WeightSyncActor`
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:
         answer: concurrent.futures.Future[Frames] = concurrent.futures.Future()
@@ -55,7 +55,7 @@ class Relay:
 
 
 class ActorServer:
-    """This process's end: passes each call to its call server."""
+    """This process's end of the connection. It passes each call to the call server of its model."""
 
     def __init__(self, connection: Connection) -> None:
         self.call_servers: dict[str, CallServer] = {}
@@ -70,7 +70,7 @@ class ActorServer:
                 call, *parcel = self._connection.recv()
                 self._take(call, *parcel)
 
-    def _take(  # noqa: PLR0917 - as an actor's method takes it
+    def _take(  # noqa: PLR0917 - the arguments of an actor's method
         self, call: int, model_id: str, link: str, number: int, frame: bytes, carried: Any, lost: Any
     ) -> None:
         call_server = self.call_servers[model_id]
@@ -84,7 +84,7 @@ class ActorServer:
                 return
             answer = call_server.submit(parcel)
             call_server.skip(parcel, lost)
-        except Exception as error:  # noqa: BLE001 - as an actor's method raises it
+        except Exception as error:  # noqa: BLE001 - the call's error, as from an actor's method
             self._answer(call, [], error)
         else:
             answer.add_done_callback(lambda over: self._go_home(call, over))
@@ -100,7 +100,7 @@ class ActorServer:
 
 @contextlib.contextmanager
 def ray_factory(folder: str) -> Iterator[Callable[[str], Ends]]:
-    """Links to a real actor, the receivers' ends in this process."""
+    """Links to a real actor, with the receivers' ends in this process."""
     ray: Any = importlib.import_module("ray")
     with Listener(f"{folder}/relay", "AF_UNIX") as listener:
         actor = ray.remote(num_cpus=0, max_concurrency=1000)(Relay).remote(listener.address)

@@ -1,6 +1,6 @@
-"""Every adapter keeps to the contract of links, and to the delivery that it declares (issue 4, point 8).
+"""Every adapter fulfils the contract of links and keeps its declared delivery (issue 4, point 8).
 
-And over each the machines go through what they go through in the model (issue 5, point 5).
+Over each of them the machines take the same steps as in the TLA+ model (issue 5, point 5).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from adapters import ADAPTERS, Adapter, Apart, OnRay
 
 from weightsync.testing import SCENARIOS
 
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing check waits this long.
 PATIENCE = float(os.environ.get("WEIGHTSYNC_KIT_PATIENCE", "20"))
 GRAPHS = [name for name in SCENARIOS if name.startswith("the graph of ")]
-#: In every run over all adapters except those that need a world; all graphs over one, and over each in
-#: `make verify`.
+#: The graphs that every run replays over each adapter in this process. The adapter `WHOLE` replays all graphs;
+#: `make verify` replays all graphs over each adapter.
 SMALL = ["the graph of one version", "the graph of copies"]
 WHOLE = "pipe shared"
 

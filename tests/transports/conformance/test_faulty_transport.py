@@ -1,4 +1,4 @@
-"""`FaultyTransport` misbehaves as its delivery allows: the drivers stay where the protocol says, whatever it does."""
+"""`FaultyTransport` causes the faults that its delivery allows, and the drivers obey the protocol under all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULTS = {
     Delivery.AT_LEAST_ONCE: {"delay": 0.3, "duplicate": 0.3},
     Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
 }
-#: What is held back in the wrapper leaves in its own `flush`, and not once its owner has closed it.
+#: The scenario that these links cannot run, and the reason.
 HELD = {"several models": "one model a connection here"}
 
 
@@ -44,7 +44,7 @@ def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], En
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_protocol_holds_over_it(delivery: Delivery, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")
-    # No graphs: they end a machine while the wrapper still holds what it said.
+    # Skip the graphs: they end a machine while the wrapper still holds back its messages.
     names = [name for name in SCENARIOS if not name.startswith("the graph of ") and name not in HELD]
     found = check_transport(faulty(delivery, seed, **FAULTS[delivery]), unreachable=HELD, only=names, patience=20.0)
 
@@ -53,7 +53,7 @@ def test_the_protocol_holds_over_it(delivery: Delivery, seed: int, caplog: pytes
 
 
 def test_faults_that_it_does_not_declare_are_found() -> None:
-    """Wrapped in a wrapper that promises more than what lies below it keeps."""
+    """The kit finds a wrapper that promises more than the link inside keeps."""
 
     def connect(model_id: str) -> Ends:
         inner = [
@@ -143,7 +143,7 @@ def test_a_cut_is_reported_at_both_ends() -> None:
 def test_links_that_come_up_in_the_adapters_own_threads_reach_their_drivers_in_the_kits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A driver belongs to one thread: two links of one worker that came up at once were given one number."""
+    """A driver belongs to one thread: two links of a worker that came up at once used to get the same number."""
     threads: set[str] = set()
     shipped = ReceiverDriver.add_link
 

@@ -1,4 +1,4 @@
-"""The kit allows for a transport's threads: however late they are, and however early they see a link end."""
+"""The kit tolerates transports with threads: links that come up late, and links that see an end early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE = 0.2
 
 
 class LateCallClient(DirectCallClient):
-    """Brings no call before it is let go."""
+    """Holds back each call until an event is set."""
 
     def __init__(self, call_server: CallServer, let_go: Event) -> None:
         super().__init__(call_server)
@@ -62,7 +62,7 @@ def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> Non
 
 
 class FailsOnceAnswered(PipeLink):
-    """Writes late, as a thread would: that its sender's end has closed shows only once an ack is to be written."""
+    """Writes late, as a thread would: it notices that the sender's end has closed only when it writes an ack."""
 
     _answered = False
 
@@ -99,7 +99,7 @@ def test_a_link_may_fail_between_two_messages_that_arrived_together() -> None:
     bench.join(0)
     bench.close_sender()
 
-    bench.receive(0)  # the handshake, the version that it serves already, and the goodbye
+    bench.receive(0)  # the handshake, the version that the worker already serves, and the goodbye
 
     sent = [name for name, *_ in bench.receivers[0].links[2].attempts]
     assert sent == ["Hello", "Ack", "Refusal"]

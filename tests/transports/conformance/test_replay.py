@@ -1,4 +1,4 @@
-"""The kit replays the model's graph: its paths are the graph's, take every edge, and find a driver that differs."""
+"""The kit replays the model's graph: its paths are current, take every edge, and find drivers that differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def connect(delivery: Delivery = Delivery.ORDERED) -> Any:
 
 
 def test_the_paths_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python spec/replay.py` renders them anew, from the same search that is compared with TLC's graph."""
+    """`spec/replay.py` renders the paths from the same search that is compared with TLC's graph."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "spec"), *sys.path])
     spec = importlib.util.spec_from_file_location("spec_replay", ROOT / "spec" / "replay.py")
     module = importlib.util.module_from_spec(spec)
@@ -72,7 +72,7 @@ def test_a_network_misbehaves_only_where_links_may() -> None:
     assert found.passed == ("the graph of lost",)
 
 
-# ------------------------------------------------------------------------------------- drivers that differ are found
+# ------------------------------------------------------------------------------------- finds drivers that differ
 
 
 def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""1 GiB over Ray, by what its object store has room for: in memory, and nowhere (issue 4, point 7)."""
+"""1 GiB over Ray, with an object store that holds it in memory and with one that cannot (issue 4, point 7)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weightsync import Evidence, Outcome, OutcomeKind, RayWeightSyncScheme, Weig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 MIB = 2**20
-#: Links with a key carry every payload. Without one, an actor on the trainer's host maps it past the object store.
+#: With a key, links carry every payload through the object store; without, an actor on this host maps payloads.
 KEY = "a key of 32 characters and no less"
 
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """Short: Ray's sockets lie below it, and their names may have 107 characters."""
+    """A folder with a short path, since the paths of Ray's sockets below it may have 107 characters at most."""
     if not INSTALLED:
         not_tested("RAY'S OBJECT STORE", "Ray is not installed (pip install 'weightsync[ray]')")
     made = tempfile.mkdtemp(prefix="ws", dir="/tmp")
@@ -44,7 +44,7 @@ class Large(WeightSyncActor):
         self.policy = {"w": torch.zeros(count, dtype=torch.int32)}
 
     def miscounts(self) -> int:
-        """How many elements are not what was sent."""
+        """The number of elements that differ from those sent."""
         pieces = self.policy["w"].split(2**22)
         return sum(int((piece != torch.arange(len(piece)) + (n << 22)).sum()) for n, piece in enumerate(pieces))
 
@@ -52,7 +52,7 @@ class Large(WeightSyncActor):
 def over_ray(
     setup: WorkerSetup, folder: str, room: int, nbytes: int, system: dict[str, Any]
 ) -> tuple[list[Outcome], int, list[str]]:
-    """Send twice over a Ray of this process. Returns outcomes, faults in the actor, and what Ray wrote to disk."""
+    """Send twice over a local Ray cluster. Returns the outcomes, the wrong elements and the files that Ray spilled."""
     os.environ.update(ENVIRONMENT)
     ray = importlib.import_module("ray")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
@@ -75,7 +75,7 @@ def _spilled(folder: str) -> list[str]:
 
 
 def answer(crew: Crew, *what: Any) -> Any:
-    """What a process of a crew's says, however long it takes: the test's own timeout ends it."""
+    """Run `over_ray` in a child process. Waits without a limit: the test has its own timeout."""
     (trainer,) = crew.start(None)
     trainer.tell(over_ray, *what)
     while not trainer.answered():

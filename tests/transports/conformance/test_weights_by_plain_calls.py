@@ -1,4 +1,4 @@
-"""Weights of every kind are given to methods of actors and collectors without our receiver, bit by bit (issue 4, 7)."""
+"""Methods of actors and collectors without a receiver get weights of every kind, bit by bit (issue 4, point 7)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from world_adapters import enter_rpc
 from weightsync import Evidence, RayWeightSyncScheme, RayWeightUpdater, RPCWeightSyncScheme, SyncReport
 
 pytestmark = [
-    # Ray's C++ and its background threads leave what they do not close to the collector.
+    # Ray's C++ and its background threads leave sockets and files to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    # torch warns of complex32 whenever it allocates some, as the table of kinds does.
+    # torch warns whenever complex32 is allocated, as in the table of kinds.
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
 
 class Keeper:
-    """Keeps what its method was given; nothing of ours is in it."""
+    """A plain peer that keeps the weights which its method was given."""
 
     def __init__(self) -> None:
         self.given: Any = None
 
     def starts(self) -> None:
-        """Nothing, once it has started."""
+        """Return once the actor has started."""
 
     def update_policy_weights_(self, policy_or_weights: Any) -> None:
         self.given = policy_or_weights
@@ -40,7 +40,7 @@ class Keeper:
 
 
 def not_given_whole(make: Callable[[], Any], shows: Callable[[], Any], **reach: Any) -> list[str]:
-    """The kinds of which the method was given something else than was sent by a scheme, in two sends."""
+    """The kinds of which the peer's method got other weights than a scheme sent, in two sends each."""
     wrong = []
     for kind in BY_NAME.values():
         with make() as scheme:
@@ -101,7 +101,7 @@ def join(setup: WorkerSetup, folder: str, rank: int) -> None:
 
 
 def wrong_by_rpc(setup: WorkerSetup) -> list[str]:
-    """The kinds of which a collector at the other rank is not given all."""
+    """The kinds that do not arrive whole at a collector on the other rank."""
     rref = rpc.remote("rank-1", Keeper)
 
     def shows() -> Any:

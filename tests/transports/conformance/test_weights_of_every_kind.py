@@ -13,7 +13,7 @@ from weight_kinds import KINDS, REFUSED, Kind, expected, linear, seeded, snapsho
 from weightsync import LayoutError, OutcomeKind
 
 
-# torch warns of complex32 whenever it allocates some, as the table does.
+# torch warns whenever complex32 is allocated, as in the table of kinds.
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in KINDS])
 @pytest.mark.parametrize("carry", PARAMS)

@@ -1,4 +1,4 @@
-"""Weights of every kind arrive bit by bit in other processes, by each transport's public scheme (issue 4, point 7)."""
+"""Weights of every kind arrive bit by bit in other processes, over each public scheme (issue 4, point 7)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WORLDS = [
 pytestmark = [
     # Ray's C++ and its background threads leave sockets and files to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    # torch warns of complex32 whenever it allocates some, as the table of kinds does.
+    # torch warns whenever complex32 is allocated, as in the table of kinds.
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
@@ -126,7 +126,7 @@ def test_device_map_fn_gives_each_worker_first_weights_of_its_own_device(world: 
     model_id = f"mapped to {devices}"
     for worker, device in zip(world.workers, devices, strict=True):
         worker.do(hold, model_id, partial(buffered_on, device))
-    # Without a GPU the trainer's weights and the second worker's go the way of those on a device all the same.
+    # Without a GPU, too, the trainer and the second worker pack their weights as if they were on a device.
     for process in (world.trainer, world.workers[1]):
         process.do(pose)
 
@@ -210,7 +210,7 @@ def uncounted() -> dict[str, Tensor]:
 
 
 def miscounts(setup: WorkerSetup, model_id: str) -> list[int]:
-    """Where pieces begin that are not what was sent."""
+    """The indexes of the pieces of the model that differ from those sent."""
     pieces = enumerate(setup.kept["model of " + model_id]["w"].split(2**22))
     return [n for n, piece in pieces if not torch.equal(piece, torch.arange(n << 22, (n + 1) << 22, dtype=torch.int32))]
 

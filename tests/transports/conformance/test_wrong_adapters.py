@@ -1,4 +1,4 @@
-"""Deliberately wrong adapters are refused, each by the rule that it breaks."""
+"""The kit refuses deliberately wrong adapters, each for the rule that it breaks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from weightsync.testing import Ends, Nonconforming, Rule, check_transport
 from weightsync.transports.base import Payloads, Received, Waker
 from weightsync.transports.buffers import Buffer
 
-#: Whatever is recorded here went over links that are wrong on purpose.
+#: Traces are not recorded: these links violate the contract on purpose.
 pytestmark = pytest.mark.untraced("adapters that are wrong on purpose")
 
-#: Seconds after which the kit calls something never. Each wrong adapter that swallows something costs that much.
+#: Seconds until the kit gives up on an event. Each adapter that swallows messages costs this much.
 PATIENCE = 1.5
 
 
 class Wrong:
-    """A correct link, wrapped; each subclass breaks one rule."""
+    """Wraps a correct link. Each subclass breaks one rule."""
 
     def __init__(self, link: LocalLink) -> None:
         self.link = link
@@ -86,7 +86,7 @@ class ReordersTheSecond(Reorders):
 
 
 class GreetsLate(Reorders):
-    """The update overtakes the handshake."""
+    """Lets the update overtake the handshake."""
 
     def send(self, message: Any, payload: Any = None) -> None:
         self.count += 4 if self.count == 0 else 1
@@ -133,7 +133,7 @@ class TellsItsDeathOnce(Wrong):
 
 
 class NeverAsksToWrite(Wrong):
-    """It writes when it is asked the second time, and nothing says that it waits to be asked."""
+    """Writes only at every second flush, without asking for another through ``wants_write``."""
 
     kept: Any = None
 
@@ -193,7 +193,7 @@ class Tears(Wrong):
 
 
 class PadsWhatIsCutOff(Wrong):
-    """A large payload leaves in pieces; what had not left when its sender went reads as zeros."""
+    """Delivers a large payload although its sender closed in the middle of it, with zeros for the missing rest."""
 
     kept: Any = None
 
@@ -231,7 +231,7 @@ class Shortens(Wrong):
 
 
 class TearsLittle(Wrong):
-    """Of each payload the second half is of another time."""
+    """Replaces the second half of each payload by zeros."""
 
     def receive(self) -> list[Received]:
         received = self.link.receive()
@@ -242,7 +242,7 @@ class TearsLittle(Wrong):
 
 
 class Delays(Wrong):
-    """Each message leaves with the next one, and the last never does."""
+    """Sends each message together with the next one, so that the last is never sent."""
 
     kept: Any = None
 
@@ -253,7 +253,7 @@ class Delays(Wrong):
 
 
 class Crosses(Wrong):
-    """Acks leave over whichever link was created last."""
+    """Sends acks over the link that was created last, whichever link they belong to."""
 
     newest: Any = None
 
@@ -267,7 +267,7 @@ class Crosses(Wrong):
 
 
 class AcksItself(Wrong):
-    """Says that a version was applied as soon as it has arrived."""
+    """Acks each version on its arrival, before it is applied."""
 
     def receive(self) -> list[Received]:
         received = self.link.receive()
@@ -308,7 +308,7 @@ class KeepsPinned(Wrong):
 
 
 class NeverPins(Wrong):
-    """Shows the worker the sender's own buffer, and says nothing of it."""
+    """Shows the worker the sender's own buffer without pinning it."""
 
     def send(self, message: Any, payload: Any = None) -> None:
         self.link.send(message, None if payload is None else _Unpinned(payload))
@@ -325,7 +325,7 @@ class _Unpinned(Buffer):
 
 
 class Silent(Wrong):
-    """Its waitables tell of nothing."""
+    """Has waitables that never become readable."""
 
     def __init__(self, link: LocalLink) -> None:
         super().__init__(link)
@@ -336,7 +336,7 @@ class Silent(Wrong):
 
 
 class Screams(Silent):
-    """Its waitables are readable forever."""
+    """Has waitables that are always readable."""
 
     def waitables(self) -> list[int]:
         self.waker.fire()
@@ -352,7 +352,7 @@ class OpenForEver(Wrong):
 
 
 class LeavesItToTheCollector(Wrong):
-    """A descriptor of its own is closed when nobody has the link any more."""
+    """Leaves a descriptor open until the link is garbage-collected."""
 
     def __init__(self, link: LocalLink) -> None:
         super().__init__(link)
@@ -438,7 +438,7 @@ def test_an_adapter_that_leaves_a_thread_at_each_link_is_refused() -> None:
     assert refused.value.rules == {Rule.FREED}
 
 
-#: One for each class of faults, found by the replay of the model's paths alone.
+#: A wrong adapter for each class of faults that the replay of the model's paths finds by itself.
 BY_REPLAY = [
     (DropsTheSecond, "one version", {Rule.ARRIVES}),
     (ReordersTheSecond, "two versions", {Rule.ORDER}),
@@ -549,7 +549,7 @@ def test_a_link_that_may_lose_is_not_asked_for_what_it_lost() -> None:
 
 def test_the_kit_needs_no_pytest_and_no_hypothesis() -> None:
     kit = Path(weightsync.testing.__file__).parent
-    modules = set(kit.glob("*.py")) - {kit / "pytest_plugin.py"}  # a plugin of pytest's; the kit does not import it
+    modules = set(kit.glob("*.py")) - {kit / "pytest_plugin.py"}  # a pytest plugin, which the kit does not import
     found = {
         alias.name
         for path in modules

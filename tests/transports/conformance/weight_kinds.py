@@ -1,4 +1,4 @@
-"""Weights of every kind: one table. Each entry makes a source and a destination, and changes the source."""
+"""A table of all kinds of weights. Each entry makes a source and a destination, and changes the source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.weights.tensors import DTYPES
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of the table. All that it names can be imported by another process."""
+    """An entry of the table. Other processes can import all its functions."""
 
     name: str
     #: Called with a seed.
@@ -30,7 +30,7 @@ class Kind:
 
 
 def snapshot(weights: Any, merged: bool = False) -> dict[str, Any]:
-    """All there is of weights, bit by bit: dtype, shape and bytes of each tensor, each extra state."""
+    """Weights, bit by bit: the dtype, shape and bytes of each tensor, and the extra states."""
     read = read_weights(weights) if merged else read_live(weights)
     tensors = {
         name: (str(tensor.dtype), tuple(tensor.shape), raw(tensor)) for name, tensor in sorted(read.tensors.items())
@@ -39,12 +39,12 @@ def snapshot(weights: Any, merged: bool = False) -> dict[str, Any]:
 
 
 def raw(tensor: Tensor) -> bytes:
-    """A tensor's elements' bytes, in row-major order."""
+    """The bytes of a tensor's elements, in row-major order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def nudge(weights: Any) -> Any:
-    """Every tensor changed in place, whatever its dtype."""
+    """Change every tensor in place, whatever its dtype. Returns the weights."""
     for tensor in read_live(weights).tensors.values():
         with torch.no_grad():
             tensor.copy_(shaken(tensor))
@@ -82,7 +82,7 @@ def buffered() -> nn.Module:
 
 
 class Counted(nn.Module):
-    """Extra state of every type that travels."""
+    """A module whose extra state has every type that can be sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def count(module: Any) -> Any:
 
 
 class Tied(nn.Module):
-    """One weight under two names, and one module under two."""
+    """A module with a parameter under two names, and a submodule under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def train_tied(module: Any) -> Any:
 
 
 class LoRA(nn.Module):
-    """A layer with an adapter beside it, merged on a copy."""
+    """A layer with a LoRA adapter, which a sender merges on a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def half_meta() -> dict[str, Tensor]:
     return {"good": torch.ones(3), "bad": torch.ones(3, device="meta")}
 
 
-#: What cannot travel: what is said of it.
+#: Weights that cannot be sent, with a part of the error's message.
 REFUSED = {
     "uninitialised": (lazy, "initiali"),
     "meta": (meta, "meta"),
@@ -307,5 +307,5 @@ REFUSED = {
 
 
 def expected(source: Any) -> dict[str, Any]:
-    """What a worker must serve, taken before the send: a LoRA module is merged on a copy."""
+    """The weights that a worker must serve after a send of this source: those of a LoRA module are merged on a copy."""
     return snapshot(copy.deepcopy(source) if isinstance(source, LoRA) else source, merged=True)

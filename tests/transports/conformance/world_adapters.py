@@ -1,4 +1,4 @@
-"""Adapters that need a world around them: a store, RPC. Both ends are in this process, and the world is real."""
+"""Adapters over a real store and a real RPC world, with both ends in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ranks = itertools.count(1)
 
 
 def store_factory(_folder: str, fanout: int | None = None) -> Callable[[str], Ends]:
-    """Links over a store of this process."""
+    """Links over torch.distributed, through a store in this process."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     scheme = DistributedWeightSyncScheme(fanout=fanout)
 
@@ -35,7 +35,7 @@ def store_factory(_folder: str, fanout: int | None = None) -> Callable[[str], En
 
 
 def conforms(_setup: Any, factory_in: Callable[[str], Callable[[str], Ends]], folder: str, how: Any) -> Conformance:
-    """Check an adapter in a process of its own, whose threads end with it. Returns all that was found."""
+    """Check an adapter in this child process, with which its threads end. Returns the kit's result."""
     logging.getLogger("weightsync").setLevel("CRITICAL")
     try:
         return check_transport(factory_in(folder), **how)
@@ -44,19 +44,19 @@ def conforms(_setup: Any, factory_in: Callable[[str], Callable[[str], Ends]], fo
 
 
 def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> None:
-    """Join an RPC world, whose store is a file of that folder."""
+    """Join an RPC world whose store is a file in the given folder."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store", **TCP)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch of its own deprecations
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch's own deprecations
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
 def rpc_factory(folder: str) -> Callable[[str], Ends]:
-    """Calls of this process to itself, through RPC's agent and its threads."""
+    """Links by calls of this process to itself, through RPC's agent and its threads."""
     enter_rpc(folder)
 
     def connect(model_id: str) -> Ends:
-        # Each connection has a call server of its own, as each worker has.
+        # Each connection has its own call server, as each worker does.
         call_server = f"{model_id} {uuid.uuid4().hex}"
         call_client = RpcCallClient(worker_named("kit", "the worker"), call_server, "the worker")
         return Ends(CallLink(call_client, "the worker"), call_server_of(call_server).open)

@@ -1,4 +1,4 @@
-"""A fake device whose kernels a test holds up where it wants, and workers on it."""
+"""Fixtures of a fake device, whose kernels a test can hold up, and of workers on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs in one thread, and what other threads do meanwhile."""
+"""Captures of CUDA graphs in one thread while other threads search for graphs or release memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.weights.device import captures as module
 from weightsync.weights.device import cuda
 from weightsync.weights.device.captures import Captures
 
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing test waits this long.
 PATIENCE = 30.0
 
 
@@ -25,13 +25,13 @@ def test_memory_that_goes_while_another_thread_captures_is_released_at_the_end_o
 ) -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     driver, captures, graph = cast(Any, Driver()), Captures(Graph, after=cuda.release_left), Graph()
     monkeypatch.setattr(cuda, "_unreleased", deque())
     monkeypatch.setattr(cuda, "captures", lambda: captures)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: driver.calls.append("wait"))
-    mapped = cuda._Mapping(driver, 0, 4096, 100)  # nobody watches captures, nor is apart from them
+    mapped = cuda._Mapping(driver, 0, 4096, 100)  # no watcher, and no thread in `apart`
     with ThreadPoolExecutor(1) as other:
         other.submit(graph.capture_begin).result()
         del mapped
@@ -41,13 +41,13 @@ def test_memory_that_goes_while_another_thread_captures_is_released_at_the_end_o
 
 
 class Inspected(Capturing):
-    """A graph of torch 2.15, whose capture has ended before the graph is made of it."""
+    """A graph of torch 2.15, where ``capture_end_pre`` ends the capture before ``capture_end`` builds the graph."""
 
     def capture_begin(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def capture_end_pre(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def capture_end(self) -> None:
         self.capture_end_pre()
@@ -68,7 +68,7 @@ def test_a_capture_ends_by_whichever_method_torch_has_for_it_and_ends_no_other(e
 
 def test_the_search_for_graphs_disturbs_no_thread_that_makes_a_tuple_of_an_iterator() -> None:
     class Asked(type):
-        """A class of graphs. While it is asked about the first object, the other thread finishes its tuple."""
+        """A metaclass of graphs whose first subclass check waits until the other thread has finished its tuple."""
 
         def __subclasscheck__(cls, other: type) -> bool:
             if not go_on.is_set():
@@ -94,7 +94,7 @@ class Plain(Capturing):
     """A graph whose capture does nothing."""
 
     def capture_begin(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_a_thread_that_waited_in_vain_for_a_capture_takes_it_for_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_capture_waits_for_another_thread_that_is_apart_and_not_for_its_own(mo
     with ThreadPoolExecutor(1) as thread:
         with captures.apart():
             begun = thread.submit(other.capture_begin)
-            own.capture_begin()  # it would wait as long as its own thread is apart
+            own.capture_begin()  # returns, although this thread is in `apart`
             own.capture_end()
             assert not begun.done()
         begun.result(PATIENCE / 2)

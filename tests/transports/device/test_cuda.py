@@ -1,4 +1,4 @@
-"""What can be said of the CUDA backend without a GPU: how copies are grouped, and what is undone where."""
+"""The CUDA backend as far as it runs without a GPU: the groups of copies, and clean-up after failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weightsync.weights.tensors import BITS, SlotViews, bits_of, borrowed, group
 
 
 def copied(into: list[Tensor], tensors: list[Tensor]) -> int:
-    """Copy as the device does; the number of groups."""
+    """Copy as the device does. Returns the number of groups."""
     groups = groups_of(into, tensors)
     with torch.inference_mode():
         for group in groups:
@@ -104,7 +104,7 @@ def test_a_cast_is_a_cast(kind: Any) -> None:
 
 
 class Driver:
-    """Notes what is pinned."""
+    """A fake driver that records its calls."""
 
     def __init__(self, fails: bool = False, read_only: bool = True) -> None:
         self.fails, self.read_only = fails, read_only
@@ -181,7 +181,7 @@ def test_memory_that_cannot_be_written_is_not_pinned_for_a_device_that_would_wri
 
 
 class Lane:
-    """A stream whose copies have ended once they are queued. Notes what waits for what."""
+    """A fake stream that records which stream waits for which, and whose copies end at once."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -209,7 +209,7 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, list[str]]:
-    """A device on the host whose staging areas have 16 bytes, and what waits for what there."""
+    """A fake device in host memory with staging areas of 16 bytes, and the log of the waits on it."""
     log: list[str] = []
     made, here, beside = CudaDevice(cast(Any, Driver()), 0), Lane("here", log), Lane("beside", log)
     monkeypatch.setattr(cuda, "STAGING_NBYTES", 16)
@@ -221,7 +221,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, list[str]]:
 
 
 def pieces_of(host: Tensor, tensors: list[Tensor]) -> Iterator[Piece]:
-    """A piece for each tensor, whose bytes follow each other on the host."""
+    """One piece for each tensor; their bytes are contiguous in ``host``."""
     start = 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.itemsize
@@ -328,10 +328,10 @@ class Watcher:
 
 
 class Capturing:
-    """A class of graphs; each test has one of its own, since it is wrapped."""
+    """A class of graphs. Each test makes a subclass, since its methods are wrapped."""
 
     def capture_end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_who_watches_is_told_before_each_capture() -> None:
@@ -351,7 +351,7 @@ def test_who_watches_is_told_before_each_capture() -> None:
 def test_a_graph_that_was_captured_before_is_found() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     graph = Graph()
     assert Captures(Graph).watch(Watcher())
@@ -361,7 +361,7 @@ def test_a_graph_that_was_captured_before_is_found() -> None:
 def test_g3_a_graph_is_found_among_frozen_objects_too_which_stay_frozen() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     frozen, graph = gc.get_freeze_count() > 0, Graph()
     gc.collect()
@@ -396,10 +396,10 @@ def test_the_search_among_frozen_objects_freezes_no_garbage() -> None:
 def test_the_search_for_graphs_asks_other_objects_nothing() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     class Deprecated:
-        """Like an object of torch's that warns whenever it is used."""
+        """Resembles an object of torch's that warns at every use."""
 
         @property  # type: ignore[misc]
         def __class__(self) -> type:
@@ -412,7 +412,7 @@ def test_the_search_for_graphs_asks_other_objects_nothing() -> None:
 
 def test_a_plan_of_copies_lasts_as_long_as_what_it_is_known_by() -> None:
     class Form:
-        """Something that can be referred to weakly."""
+        """An object that supports weak references."""
 
     device, form = CudaDevice(cast(Any, Driver()), 0), Form()
     into, tensors = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
@@ -476,7 +476,7 @@ def test_half_precision_is_copied_out_of_a_slot_into_a_model_that_was_moved_to_t
 def test_a_capture_does_not_keep_its_watchers() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     captures, watcher = Captures(Graph), Watcher()
     captures.watch(watcher)

@@ -1,4 +1,4 @@
-"""The CUDA driver's calls, against a library that notes them: sizes, and what a failing call leaves behind."""
+"""The calls to the CUDA driver, against a recording library: sizes, and clean-up after a failed call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GRAIN = 2**21
 
 
 class Library:
-    """Stands for ``libcuda``: each call succeeds but for the one that is to fail."""
+    """A fake ``libcuda`` in which every call succeeds except ``failing``."""
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
         self.calls: list[str] = []
-        #: What a device says of an attribute, by its number; 0 of all others.
+        #: The values of a device's attributes, by number. All others are 0.
         self.attributes: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Callable[..., int]:

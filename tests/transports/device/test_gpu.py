@@ -1,4 +1,4 @@
-"""The same on a GPU: memory by the CUDA driver, kernels that last, processes that are killed amid them."""
+"""Slots on a real GPU: memory from the CUDA driver, long kernels, processes that are killed during kernels."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device"),
 ]
 
-#: Clock cycles of a kernel that outlasts a send by far: some 50 ms.
+#: Clock cycles of a kernel that takes some 50 ms, much longer than a send.
 LONG = 100_000_000
 
 
 def on_gpu(fill: float = 0.0) -> nn.Module:
-    """Eight parameters of 4 MiB each."""
+    """A model on the GPU with eight parameters of 4 MiB each."""
     return filled(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))), fill).cuda()
 
 
@@ -57,7 +57,7 @@ def join_gpu_in_bfloat16(setup: WorkerSetup) -> None:
 
 
 def read_slowly(setup: WorkerSetup) -> None:
-    """Launch kernels in a stream of their own that read one parameter, last, and then read the others."""
+    """Launch kernels in a side stream that read the parameters one after another, with a pause behind each."""
     with torch.cuda.stream(setup.kept["side"]):
         ends = []
         for layer in setup.model:
@@ -67,7 +67,7 @@ def read_slowly(setup: WorkerSetup) -> None:
 
 
 def hunt(setup: WorkerSetup, last: int) -> list[tuple[int, set[float]]]:
-    """Serve version after version, with slow reads under way at each swap; what they read."""
+    """Serve version after version, with slow reads under way at each swap. Returns the values that they read."""
     while (setup.receiver.version or 0) < last:
         if setup.receiver.version:
             read_slowly(setup)
@@ -104,7 +104,7 @@ def trainer(scheme: Any, *workers: Any, model: nn.Module) -> Iterator[Any]:
 
 
 def synced(sender: Any, worker: Any, model: nn.Module, version: int, fill: float) -> None:
-    """The model, filled with a value, is sent as this version, and the worker has applied it."""
+    """Fill the model with a value, send it as this version, and wait until the worker has applied it."""
     filled(model, fill)
     worker.tell(serve, version)
     assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
@@ -164,7 +164,7 @@ def test_the_optimizer_may_go_on_once_send_async_has_returned(crew: Crew) -> Non
     with trainer(mapped(), worker, model=model) as sender:
         for version in range(1, 6):
             torch.cuda._sleep(LONG)
-            filled(model, float(version))  # behind the kernel above, in the stream of the snapshot
+            filled(model, float(version))  # queued behind the kernel above, in the stream of the snapshot
             worker.tell(serve, version)
             sender.send_async()
             filled(model, -1.0)
@@ -269,7 +269,7 @@ def test_weights_cross_between_the_host_and_the_gpu_in_pinned_memory(
 
 
 def pinned_mappings(setup: WorkerSetup) -> int:
-    """How many of the trainer's segments the worker has pinned."""
+    """The number of the trainer's segments that the worker has pinned."""
     (link,) = setup.receiver.driver._links.values()
     return sum(each._pinned is not None for each in link._mapped._mappings.values())
 
@@ -287,7 +287,7 @@ def test_memory_that_is_pinned_crosses_whole_and_is_released() -> None:
     pinned = mapping.pinned(2**22, partial(device.register, read_only=True))
     assert (pinned is not None) is Driver().pins_read_only(0)
     if pinned is None:
-        return  # it crosses through other memory
+        return  # copies go through other memory
     there = borrowed(address_of(pinned), 2**22).to("cuda")
     assert torch.equal(there, source)
     assert bytes(mapping.view[:100]) == bytes(source[:100].tolist())
@@ -338,7 +338,7 @@ def test_torch_may_make_tensors_on_the_gpu_by_default(crew: Crew, scheme: Any, v
 
 
 def several(fill: float = 0.0) -> nn.Module:
-    """Buffers, an integer among them, a parameter that is not contiguous, and one larger than a piece."""
+    """A model with buffers, one of them an integer, a non-contiguous parameter, and one larger than a piece."""
     model = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 8, bias=False), nn.Linear(3000, 3000))
     model[1].weight = nn.Parameter(torch.zeros(32, 8).t())
     return filled(model, fill).cuda()
@@ -369,7 +369,7 @@ def capture(setup: WorkerSetup) -> None:
     """Capture a forward as a CUDA graph."""
     setup.kept["in"] = torch.ones(1, 1024, device="cuda")
     with torch.inference_mode(), torch.cuda.stream(setup.kept["side"]):
-        setup.model(setup.kept["in"])  # what a first forward sets up is no part of a capture
+        setup.model(setup.kept["in"])  # the first forward sets up state outside the capture
     torch.cuda.synchronize()
     setup.kept["graph"] = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(setup.kept["graph"]):
@@ -377,13 +377,13 @@ def capture(setup: WorkerSetup) -> None:
 
 
 def capture_and_freeze(setup: WorkerSetup) -> None:
-    """Capture a forward, and have the garbage collector forget all that there is, as inference engines do."""
+    """Capture a forward, and freeze all objects in the garbage collector, as inference engines do."""
     capture(setup)
     gc.freeze()
 
 
 def replay(setup: WorkerSetup) -> bool:
-    """Whether the graph computes what the model does."""
+    """Whether the graph computes the same as the model."""
     setup.kept["graph"].replay()
     torch.cuda.synchronize()
     with torch.inference_mode():
@@ -471,7 +471,7 @@ def compile_it(setup: WorkerSetup) -> None:
 
 
 def compute(setup: WorkerSetup) -> bool:
-    """Whether the compiled model computes with the weights that it holds."""
+    """Whether the compiled model computes with its current weights."""
     given = torch.ones(1, 1024, device="cuda")
     with torch.inference_mode():
         expected = given

@@ -1,4 +1,4 @@
-"""Weights that cross between a device and the host: shared memory is pinned on both sides, and no copy is half."""
+"""Weights copied between a device and the host: shared memory is pinned on both sides, and no copy is torn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.weights.reading import layout_of, read_weights
 
 @pytest.fixture
 def full() -> Iterator[FakeDevice]:
-    """A device without memory for a slot: everything is copied through host memory."""
+    """A device without memory for slots, so that everything is copied through host memory."""
     with fake_device(FakeDevice(capacity=0)) as made:
         yield made
 
@@ -121,7 +121,7 @@ def test_g3_kernels_that_read_the_old_weights_end_before_the_new_ones_cross(cros
 
 
 def odd() -> dict[str, torch.Tensor]:
-    """Several dtypes, with gaps between them; a tensor that is not contiguous; one that is larger than a piece."""
+    """Weights of several dtypes with gaps between them, a non-contiguous tensor, and one larger than a piece."""
     return {
         "a": torch.arange(60, dtype=torch.float32).view(6, 10).t(),
         "b": torch.arange(7, dtype=torch.int64),
@@ -182,7 +182,7 @@ def test_a_forked_child_closes_the_descriptors_of_slots() -> None:
         fd, memory = slot.fd, os.fstat(slot.fd)
         child = os.fork()
         if child == 0:
-            # Another file may have the number by now: the recorder opens one in each process.
+            # Compare the files: another file may have this number by now, as the recorder opens one in each process.
             found = os.fstat(fd) if os.path.exists(f"/proc/self/fd/{fd}") else None
             os._exit(1 if found is not None and os.path.samestat(found, memory) else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -193,7 +193,7 @@ def test_a_forked_child_closes_the_descriptors_of_slots() -> None:
 
 
 class Tied(nn.Module):
-    """Two parameters over one memory."""
+    """A module with two parameters over the same memory."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_g3_a_model_that_is_replaced_has_left_its_slot_before_that_is_written_ag
             time.sleep(0.2)
             ended.append(True)
 
-        device.launch(kernel)  # the copies that the model gets are behind it, on a device
+        device.launch(kernel)  # on a device, the copies into the model are queued behind this kernel
         pair.receiver.register_model(large())
         assert ended == [True]
 
@@ -348,7 +348,7 @@ def test_a_trainer_may_send_from_inference_mode_and_then_from_outside_it() -> No
 
 
 class Choosy(nn.Linear):
-    """A model that refuses a version when it is told to."""
+    """A model that refuses versions while ``refuses`` is set."""
 
     refuses = False
 

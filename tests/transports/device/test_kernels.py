@@ -1,4 +1,4 @@
-"""G3 where reads outlast their call: a slot on a device is written again once every kernel that reads it has ended."""
+"""G3 on devices: a slot is rewritten only after every kernel that reads it has ended."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from weightsync.weights.target import Mode
 
 
 class Odd(torch.Tensor):
-    """A tensor that is not plain: it may be anywhere."""
+    """A tensor subclass, whose data may be anywhere."""
 
 
 def policy(fill: float = 0.0) -> nn.Module:
-    """Two parameters and a buffer, of a few hundred bytes."""
+    """A model of a few hundred bytes, with parameters and buffers of one dtype."""
     model = nn.BatchNorm1d(32)
-    model.num_batches_tracked = None  # an int64 would open a gap
+    model.num_batches_tracked = None  # an int64 would leave a gap in the layout
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(fill)
@@ -47,7 +47,7 @@ def copied() -> Any:
 
 
 class Bench:
-    """A trainer and a worker on one device. The worker's calls are made as another process's."""
+    """A trainer and a worker on one device. The worker's calls count as those of another process."""
 
     def __init__(self, device: FakeDevice, scheme: Callable[[], Any]) -> None:
         self.device = device
@@ -69,7 +69,7 @@ class Bench:
         self.pair.sender.send_async(policy_)
 
     def serve(self, *fills: float) -> None:
-        """Whole sends, one after another."""
+        """Send the model with each of these fills, and wait until the worker serves it."""
         for fill in fills:
             self.send(fill)
             assert self.receive()
@@ -90,11 +90,11 @@ class Bench:
         assert met.wait(PATIENCE)
 
     def values(self) -> set[float]:
-        """What the model holds."""
+        """The distinct values of the worker's model."""
         return {value for tensor in self.pair.model.state_dict().values() for value in tensor.tolist()}
 
     def hold_up(self) -> threading.Event:
-        """Have each copy stop at the gate, in the middle; the event that one has come so far."""
+        """Make each copy stop halfway, at the gate. Returns an event that is set once a copy has come there."""
         halfway = threading.Event()
 
         def between() -> None:
@@ -105,7 +105,7 @@ class Bench:
         return halfway
 
     def waits(self, call: Future[Any]) -> bool:
-        """Whether a call waits for kernels: it does so before it has ended."""
+        """Whether a call waits for kernels, rather than has ended."""
         while not (call.done() or self.device.waited.is_set()):
             time.sleep(0)
         return not call.done()
@@ -163,7 +163,7 @@ def test_g3_no_ack_leaves_while_a_kernel_reads_what_the_worker_served(bench: Ben
 def test_without_that_wait_the_kernel_reads_two_versions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.device, "synchronize", lambda: None)
     bench.forward("another")
-    bench.serve(3.0, 4.0)  # the second is written where the worker's kernel still reads
+    bench.serve(3.0, 4.0)  # version 4.0 is written into the slot that the worker's kernel still reads
     bench.gate.set()
     monkeypatch.undo()
     with on_lane("worker"):
@@ -346,7 +346,7 @@ def test_g3_a_model_that_left_its_slot_for_a_capture_and_then_the_device_waits_f
 def test_memory_that_was_passed_to_a_worker_is_let_go_once_it_is_copied(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch unmaps a GPU's memory that came from another process with its last tensor, whatever still reads it."""
+    """Torch unmaps another process's GPU memory with the last tensor over it, even while a kernel reads it."""
 
     def clone(shared: torch.UntypedStorage) -> torch.UntypedStorage:
         def kernel() -> None:

@@ -1,4 +1,4 @@
-"""A worker's model in the trainer's memory on a GPU: `multiprocessing` passes a module to a process like that."""
+"""A worker's model in the trainer's memory on a GPU, where it is after `multiprocessing` has passed it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ pytestmark = [
 
 
 def lead(control: Any, scheme: Any) -> None:
-    """Pass a policy on the GPU to a worker, and send it a version; the weights of both after another step here."""
+    """Pass a policy on the GPU to a worker, send a version, and change the policy. Reports the weights of both."""
     context = multiprocessing.get_context("spawn")
     (pipe, theirs), (told, far) = context.Pipe(), context.Pipe()
-    # It has buffers, which are copied also where parameters move to a slot.
+    # The model has buffers, which are copied even if parameters move to a slot.
     model = filled(nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300)), 1.0).cuda()
     worker = context.Process(target=work, args=(far, scheme, theirs, model))
     worker.start()
@@ -52,7 +52,7 @@ def work(told: Any, scheme: Any, pipe: Any, model: nn.Module) -> None:
 @pytest.mark.parametrize("scheme", [mapped, copied])
 def test_g7_a_worker_that_was_passed_the_policy_on_a_gpu_does_not_undo_the_optimizers_step(scheme: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
-    # In a process of its own, whose end removes the file in which torch counts the readers of its memory.
+    # Use another process as the trainer: its end removes the file in which torch counts the readers of its memory.
     leader = multiprocessing.get_context("spawn").Process(target=lead, args=(theirs, scheme()))
     leader.start()
     try:

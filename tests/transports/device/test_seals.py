@@ -1,4 +1,4 @@
-"""What verifies a version that stays on a device, and what is cast there."""
+"""Seals and digests of versions that stay on a device, and casts on a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(device: FakeDevice) -> Iterator[Pair]:
 
 
 def sent(pair: Pair) -> Any:
-    """Send, and return what has arrived in the first worker."""
+    """Send, and return the pending update of the first worker."""
     pair.sender.send_async()
     pair.receiver.driver.pump()
     pending = pair.receiver.driver.pending
@@ -58,7 +58,7 @@ def test_a_slot_is_verified_by_its_seal_and_no_byte_of_it_comes_to_the_host(
 
 
 def sent_seal(pair: Pair) -> bytes:
-    """The seal that lies in the slot of what has arrived."""
+    """The seal in the slot of the pending update."""
     return bytes(pair.receiver.driver.pending.payload.seal)
 
 
@@ -96,7 +96,7 @@ def test_bytes_that_changed_on_the_device_are_refused_where_digests_are_compared
 def test_an_ack_names_what_was_sent_though_its_link_carries_the_next_by_way_of_the_host(pair: Pair) -> None:
     sent(pair)
     (link,) = pair.sender._driver.links()
-    link._reach.devices = frozenset()  # as a Hello or a refusal does, before the ack
+    link._reach.devices = frozenset()  # as a Hello or a refusal that arrives before the ack would do
     assert outcome(pair).kind is OutcomeKind.APPLIED
     assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
 
@@ -123,7 +123,7 @@ def cast(dtype: str, fill: float = 0.0) -> nn.Module:
 
 @pytest.fixture
 def narrowed(device: FakeDevice) -> Iterator[Pair]:
-    """A float32 trainer that sends float16 to a worker of that dtype."""
+    """A float32 trainer that sends float16 to a float16 worker."""
     fills = iter([cast("float32", 1.0), cast("float16")])
     made = Pair(
         lambda: SharedMemWeightSyncScheme("state_dict", map_on_device=True, wire_dtype="float16"),

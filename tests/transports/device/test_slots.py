@@ -1,4 +1,4 @@
-"""Slots on a device: who gets them, what becomes of them, and what is copied through host memory instead."""
+"""Slots on a device: which workers get them, how long they live, and which weights go through host memory instead."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from weightsync.weights.device.base import DeviceError, DeviceMemory
 from weightsync.weights.device.captures import must_not_move
 from weightsync.weights.device.registry import device_of
 
-#: The most calls of Python functions that a small send takes, trainer and worker.
+#: The maximum number of calls of Python functions in a small send, in the trainer and in the worker.
 TRAINER_CALLS, WORKER_CALLS = 202, 132
 
 
@@ -71,7 +71,7 @@ def paired(scheme: Any = mapped, workers: int = 1, model: Any = policy) -> Itera
 
 
 def slots(pid: int | str = "self") -> int:
-    """How many slots on fake devices a process has open."""
+    """The number of slots on fake devices that a process has open."""
     gc.collect()
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -151,7 +151,7 @@ def test_a_device_with_room_for_a_single_slot_keeps_none(way: str, monkeypatch: 
 
 
 def noting(make: Callable[..., DeviceMemory], held: WeakSet[DeviceMemory]) -> Callable[..., DeviceMemory]:
-    """Have memory that is made so noted."""
+    """Wrap a function that makes device memory, so that what it makes is added to ``held``."""
 
     def noted(*arguments: object) -> DeviceMemory:
         made = make(*arguments)
@@ -232,7 +232,7 @@ def test_a_worker_closes_though_its_device_has_no_memory_for_the_model(
 
 
 class Plain(nn.Parameter):
-    """A parameter of a subclass, which is never mapped."""
+    """A subclass of Parameter, which is never mapped."""
 
 
 @pytest.mark.usefixtures("device")
@@ -325,13 +325,13 @@ def send_twice(setup: WorkerSetup) -> int:
 
 
 def receive_amid_a_kernel(setup: WorkerSetup) -> None:
-    """Receive while a kernel reads the model, which never ends."""
+    """Receive while a kernel that never ends reads the model."""
     setup.kept["device"].launch(threading.Event().wait)
     setup.receiver.receive(timeout=PATIENCE)
 
 
 def is_on_device(setup: WorkerSetup) -> bool:
-    """Whether the parameters lie in a mapping of the fake device."""
+    """Whether the model's first parameter lies in a mapping of the fake device."""
     address = setup.model[0].weight.data_ptr()
     for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
         start, end = (int(each, 16) for each in line.split()[0].split("-"))
@@ -371,12 +371,12 @@ def test_a_worker_killed_amid_a_kernel_is_lost_and_its_slot_is_free_again(crew: 
             1: OutcomeKind.APPLIED,
         }
         second.answer()
-        sender.remove_worker(0)  # what is due to it is not kept any longer
+        sender.remove_worker(0)  # its payload is dropped with it
         for version in (4, 5, 6):
             second.tell(serve, version)
             sender.send(timeout=PATIENCE)
             second.answer()
-        assert slots() == 2  # none was retired: the dead read nothing
+        assert slots() == 2  # no slot was retired, since the dead worker no longer reads
     assert second.do(values) == {1.0}
     assert slots(second.pid) == 2
 
@@ -457,7 +457,7 @@ def test_the_host_copy_of_a_slot_is_made_once_a_version_of_the_payload_alone(
 
 
 def calls(call: Callable[[], object]) -> int:
-    """How many Python functions a call calls in this thread, but for those of the fake device and its locks."""
+    """The number of Python functions that a call runs in this thread, except for the fake device's and its locks'."""
     beside = (fake_device_module.__file__, threading.__file__)
     return sum(code.co_filename not in beside for code in functions_called(call))
 

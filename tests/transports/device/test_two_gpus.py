@@ -1,4 +1,4 @@
-"""A trainer and a worker on two GPUs of one host, each with numbers of its own for them."""
+"""A trainer and a worker on two GPUs of one host, which either process may number differently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def join_gpu_number(setup: WorkerSetup, number: int) -> None:
 
 
 def opened_slots(setup: WorkerSetup) -> int:
-    """How many of the trainer's slots on its GPU the worker has opened."""
+    """The number of the trainer's GPU slots that the worker has opened."""
     (link,) = setup.receiver.driver._links.values()
     return sum(isinstance(each, DeviceMemory) for each in link._mapped._mappings.values())
 

@@ -1,4 +1,4 @@
-"""Both schemes, in turn; workers by forkserver."""
+"""Fixtures of the faults: both schemes for pipes, and workers started by forkserver."""
 
 from fleet import crew, pair, scheme_class, three
 

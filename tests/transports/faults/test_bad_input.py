@@ -1,4 +1,4 @@
-"""Bad input raises a typed error that names the culprit; every worker keeps its weights, and the sender continues."""
+"""Bad input raises a typed error that names it; every worker keeps its weights, and the sender continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync import ConfigurationError, LayoutError, ModelPathError, OutcomeK
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    """The weights of `small`, all 9, with changes; None takes one out."""
+    """The weights of `small`, filled with 9, with the given changes; None removes a weight."""
     weights: dict[str, Any] = {name: tensor.clone() for name, tensor in filled(small(), 9.0).state_dict().items()}
     for name, value in changes.items():
         weights[name.replace("_", ".", 1)] = value
@@ -38,7 +38,7 @@ MISFITS = {
 def test_weights_that_do_not_fit_are_refused_by_each_worker(three: Pair, case: str) -> None:
     three.sync()
     weights, culprit, how = MISFITS[case]
-    # With a model registered, the trainer refuses them itself.
+    # With a registered model, the trainer itself would refuse them.
     three.scheme.model = None
     three.sender.send_async(weights)
     assert [receiver.receive(timeout=0) for receiver in three.receivers] == [False] * 3

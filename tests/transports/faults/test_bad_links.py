@@ -1,4 +1,4 @@
-"""What one link's adapter, or the handling of its messages, raises is that link's failure and nobody else's."""
+"""An error in one link's adapter, or in the handling of its messages, fails that link and no other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def boom(*_: Any, **__: Any) -> Any:
 
 
 def unsteady(driver: Any) -> None:
-    """Have a driver flush and ask its links as it does those that are not `Steady`."""
+    """Make a driver flush and poll its links as if they were not `Steady`."""
     if isinstance(driver, ReceiverDriver):
         driver._outlets.clear()
     else:
@@ -43,7 +43,7 @@ def link_to(pair: Pair, worker: int) -> Link:
 
 
 def served(pair: Pair, value: float, *workers: int) -> Any:
-    """Send a version that these workers take."""
+    """Send a version that these workers receive. Returns the report."""
     filled(pair.source, value)
     pair.sender.send_async()
     for worker in workers:
@@ -165,7 +165,7 @@ def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
 
 
 def test_a_receiver_that_is_given_pipe_after_pipe_keeps_one_listener(pair: Pair) -> None:
-    """A worker may outlive many trainers: each pipe left a function behind."""
+    """A worker may outlive many trainers, so listeners for former pipes must not pile up."""
     for _ in range(3):
         ours, theirs = multiprocessing.Pipe()
         pair.pipes.append((ours, theirs))
@@ -209,7 +209,7 @@ def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_i
     driver.add_link(ours)
 
     def says(incarnation: int, version: int, layout: Layout, whole: bool) -> list[Any]:
-        """What the receiver answers to a sender's update; each sender has made its handshake."""
+        """The receiver's answers to the update of a sender that has completed its handshake."""
         named = {
             "layout_digest": layout.digest,
             "layout": layout.encode() if whole else b"",
@@ -223,7 +223,7 @@ def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_i
     for incarnation, layout in ((1, old), (2, new)):
         theirs.send(Hello(model_id="policy", incarnation=incarnation))
         driver.pump()
-        assert isinstance(theirs.receive()[-1].message, Hello)  # behind STALE for what a takeover left unanswered
+        assert isinstance(theirs.receive()[-1].message, Hello)  # after a STALE, for what the takeover left unanswered
         assert says(incarnation, 1, layout, whole=True) == []
     (stale,) = says(1, 2, old, whole)
     assert (stale.kind, stale.incarnation, stale.version) == (RefusalKind.STALE, 1, 2)

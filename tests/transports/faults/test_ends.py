@@ -1,4 +1,4 @@
-"""Ends of every kind, of either side: what the other side learns, who continues, and that nothing is left behind."""
+"""Ends of every kind, of worker and trainer: the other side learns of it and continues, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(request: pytest.FixtureRequest) -> Any:
 
 
 def trained(scheme_class: Any, crew: Crew, make: Any, count: int = 2) -> tuple[Any, WeightSender, list[Worker]]:
-    """A trainer here, workers that have each served version 1."""
+    """A trainer in this process, and workers in child processes that serve version 1."""
     workers = crew.start(scheme_class(), count)
     scheme = scheme_class()
     scheme.init_on_sender("policy", pipes=[worker.pipe for worker in workers], model=make(1.0))
@@ -62,7 +62,7 @@ def trained(scheme_class: Any, crew: Crew, make: Any, count: int = 2) -> tuple[A
     return scheme, scheme.get_sender(), workers
 
 
-# --------------------------------------------------------------------------------------------- of a worker
+# ---------------------------------------------------------------------------------------- a worker ends
 
 
 def raise_at_exit(setup: WorkerSetup) -> None:
@@ -136,11 +136,11 @@ def five_hundred() -> nn.Module:
     return filled(nn.Linear(512, 512), -1.0)
 
 
-# -------------------------------------------------------------------------------------------- of the trainer
+# --------------------------------------------------------------------------------------- the trainer ends
 
 
 def exits(setup: WorkerSetup) -> None:
-    """Leave without closing anything."""
+    """End the process without closing anything."""
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def close_scheme(setup: WorkerSetup) -> None:
 
 
 def test_kill_9_of_everything_leaves_nothing(scheme_class: Any, crew: Crew) -> None:
-    """Names in shared memory are looked for behind every test (tests/conftest.py)."""
+    """Neither descriptors nor, by the leak check of tests/conftest.py, names in shared memory are left."""
     workers = crew.start(scheme_class(), 2)
     trainer = crew.lead(scheme_class(), workers)
     trainer.do(command, large)
@@ -220,7 +220,7 @@ def test_fifty_cycles_leave_the_descriptors_as_they_were(scheme_class: Any, make
 
     del pair
     gc.collect()
-    # Ray, where this process has a cluster, opens and closes a few of its own meanwhile.
+    # Ray, if this process is connected to a cluster, opens and closes a few descriptors meanwhile.
     assert (Counter(descriptors().values()) - before).total() < 10
     assert (segments(), mapped()) == held
 
@@ -238,7 +238,7 @@ def test_fifty_cycles_without_closing_anything_leave_nothing_either(scheme_class
 
 
 def test_the_number_of_segments_stays_bounded_over_200_sends(scheme_class: Any, crew: Crew) -> None:
-    gc.collect()  # errors that earlier tests have caught hold frames, and those hold segments
+    gc.collect()  # errors caught by earlier tests keep frames, and thereby segments, alive
     before = segments()
     scheme, sender, workers = trained(scheme_class, crew, large)
     for worker in workers:
@@ -287,7 +287,7 @@ def test_a_stopped_worker_pins_no_more_slots_with_each_send_it_sleeps_through(sc
 
 
 class Probe(nn.Module):
-    """A forward that sees every tensor: parameters and a buffer that it writes itself."""
+    """A module whose forward reads every tensor: the parameters and a buffer."""
 
     def __init__(self, fill: float = -1.0) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Probe(nn.Module):
 
 
 def act(setup: WorkerSetup, last: int) -> tuple[int, int, list[Any]]:
-    """Act until the last version is served; how many forwards, how many versions, what was torn."""
+    """Act until the last version is served. Returns the numbers of forwards and of versions, and the torn reads."""
     forwards, versions, torn, receiver = 0, 0, [], setup.receiver
     before = 0
     while before < last:
@@ -342,7 +342,7 @@ def test_no_forward_sees_a_torn_model(scheme_class: Any, crew: Crew, pace: str) 
 
 
 def test_a_closed_sender_holds_no_segment_though_the_user_keeps_the_pipe_of_a_worker_that_died() -> None:
-    """The error of the broken pipe, kept to be raised again, had kept the frames that held the weights."""
+    """The stored error of the broken pipe used to keep alive the frames that hold the weights."""
     gc.collect()
     before, (ours, theirs) = segments(), multiprocessing.Pipe()
     sender = WeightSender(SharedMemWeightSyncScheme())

@@ -1,4 +1,4 @@
-"""Only a clean close removes a worker from its trainer. Any failure is reported, and the worker stays, LOST."""
+"""Only a clean close removes a worker from its sender. After a failure the worker remains a member, reported LOST."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightsync.weights.target import Staged
 
 
 def leave_by(side: Any, error: BaseException) -> None:
-    """Leave the side's block of code by that exception."""
+    """Leave the ``with`` block of a sender or receiver by this exception."""
     with pytest.raises(type(error)), side:
         raise error
 
@@ -49,7 +49,7 @@ def test_g11_a_worker_that_left_its_block_by_an_exception_is_lost_in_every_repor
 
 @pytest.fixture(params=[False, True], ids=["", "the trainer holds both ends"])
 def held(pair: Pair, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A trainer that has not closed its copy of the worker's end of the pipe never reads that pipe's end."""
+    """With True, the trainer keeps a copy of the worker's end of the pipe, and so never reads the end of the pipe."""
     kept = os.dup(pair.pipes[0][1].fileno()) if request.param else -1
     yield
     if request.param:
@@ -153,8 +153,8 @@ def test_a_trainer_that_closes_while_its_worker_applies_a_version_says_goodbye(
         pair.receiver.receive(timeout=PATIENCE)
 
 
-#: Trainers that end with an open sender, while their workers, which are no daemons, wait for the next version. Each is
-#: a fork of a program that has imported torch, and its output and its worker's are a file.
+#: A program whose forks are trainers. Each ends with an open sender while its worker, which is not a daemon process,
+#: waits for the next version. A trainer and its worker write their output to a file.
 LEFT_OPEN = """
 import multiprocessing, os, sys
 from fleet import small
@@ -183,7 +183,7 @@ for number, end in enumerate(sys.argv[1:]):
     exec(end)
     break
 """
-#: How a trainer's program ends, its exit code, and what its worker says.
+#: For each way in which a trainer's program ends: its exit code, and a pattern of its worker's output.
 ENDS = {
     "": (0, "SenderClosed .*the sender said goodbye"),
     "sys.exit(3)": (3, "SenderClosed .*the sender said goodbye"),
@@ -199,7 +199,7 @@ def test_a_trainer_whose_program_ends_says_goodbye_and_does_not_wait_for_its_wor
         try:
             output, errors = process.communicate(timeout=PATIENCE)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # none is left, unless it hung
+            with contextlib.suppress(ProcessLookupError):  # all processes have ended, unless one hung
                 os.killpg(process.pid, signal.SIGKILL)
 
     assert output.split() == [str(code) for code, _ in ENDS.values()], errors
@@ -331,22 +331,22 @@ def test_g11_a_misfit_found_at_the_handshake_is_refused_and_stays_so(scheme_clas
 
 def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> None:
     class Asked:
-        """Reads nothing, and cannot be asked."""
+        """A background reader whose `prepare_relay` raises."""
 
         def prepare_relay(self) -> bool:
             raise RuntimeError("do not ask")
 
         def version_decided(self) -> None:
-            """Nobody waits."""
+            """Do nothing, since no thread waits."""
 
         def link_added(self) -> None:
-            """Nothing to do."""
+            """Do nothing."""
 
         def model_set(self, model: Any) -> None:
-            """Nothing to do."""
+            """Do nothing."""
 
         def stop(self) -> None:
-            """There is no thread."""
+            """Do nothing, since there is no thread."""
 
     pair.sync()
     pair.sender.send_async(small(7.0))
@@ -362,7 +362,7 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
 def test_a_pipe_that_is_asked_for_as_its_worker_leaves_is_found_or_unknown(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread takes the goodbye meanwhile."""
+    """Another thread removes the worker while `pipe` looks it up."""
     known, leaving = workers.pure.known, threading.Thread(target=pair.sender.remove_worker, args=(0,))
 
     def leave_then(*asked: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Interrupts in the middle of things, copies of every kind in every state, and every call in every wrong state."""
+"""Interrupts in the middle of calls, copies of every kind in every state, and every call in every wrong state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightsync.weights.unpacking import present_as
 
 
 class Alarm(Exception):
-    """What a signal handler of the user's raises."""
+    """The exception that a user's signal handler raises."""
 
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGALRM, signal.SIGUSR1])
@@ -39,7 +39,7 @@ def signum(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def interrupt_at(machine: Any, at: Any, signum: int, times: int = 1) -> None:
-    """Have the signal arrive in the very middle of a step."""
+    """Send this process a signal while its machine takes the input ``at``."""
     left = [times]
 
     def listener(_before: Any, taken: Any, _after: Any) -> None:
@@ -89,12 +89,12 @@ def test_g11_a_failure_that_an_interrupted_send_did_not_report_is_raised_by_the_
 def test_an_interrupt_that_does_not_end_the_poll_ends_the_wait(
     three: Pair, signum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.transports.base.SLICE", 0.05)  # a poll ends after as much by itself
+    monkeypatch.setattr("weightsync.transports.base.SLICE", 0.05)  # a poll ends by itself after this time
     waiting = threading.Event()
 
     def strike() -> None:
         waiting.wait(PATIENCE)
-        # It interrupts this thread, not the one that polls.
+        # The signal interrupts this thread, not the one that polls.
         signal.pthread_kill(threading.get_ident(), signum)
 
     three.sender._driver.machine.observe(lambda _b, _i, after: after is State.AWAITING_ACK and waiting.set())
@@ -150,7 +150,7 @@ def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(thre
 def test_an_interrupt_between_the_packing_and_the_dispatch_keeps_no_buffer(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It was kept until the sender was closed, as large as the payload."""
+    """The buffer, as large as the payload, used to stay pinned until the sender was closed."""
 
     def struck(value: object, kind: type) -> bool:
         if isinstance(value, Packed):
@@ -446,7 +446,7 @@ def test_what_a_forked_child_inherits_is_a_copy(pair: Pair, state: State) -> Non
         assert constants(pair.model) == {4.0}
 
 
-# ------------------------------------------------------------- the faults of the reference, generation A's
+# ------------------------------------------------------------- the faults of the reference, generation A
 
 
 def test_fault_1_a_late_ack_of_one_send_never_satisfies_the_next(pair: Pair) -> None:

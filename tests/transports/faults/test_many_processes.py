@@ -1,4 +1,4 @@
-"""Sixty-four worker processes on one host, over shared memory: what they get, and what they take of the machine."""
+"""Sixty-four worker processes on one host, over shared memory: the versions they get and the resources they use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fleet import PATIENCE, Crew, Worker, WorkerSetup, constants, descriptors, j
 from weightsync import OutcomeKind, SharedMemWeightSyncScheme
 
 WORKERS = 64
-#: In the trainer: the link's own copy of the pipe, what wakes it, and the worker's process, to be watched.
+#: For each worker, in the trainer: the link's copy of the pipe, a waker, and a descriptor of the worker's process.
 TRAINER_DESCRIPTORS = 3
-#: In a worker: the same of the trainer's, what wakes the receiver, and two slots while they are being mapped.
+#: In a worker: the same three for the trainer, the receiver's waker, and two slots while they are being mapped.
 WORKER_DESCRIPTORS = 6
 
 
 def served(setup: WorkerSetup, version: int) -> tuple[int, set[float], int, int, int]:
-    """The version and values that are served; and how many threads, descriptors and slots this process has now."""
+    """The version and values served, and the numbers of threads, descriptors and slots of this process."""
     while (setup.receiver.version or 0) < version:
         assert setup.receiver.receive(timeout=PATIENCE)
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -37,7 +37,7 @@ def workers(crew: Crew) -> list[Worker]:
 @pytest.mark.slow
 def test_sixty_four_workers_on_one_host_get_every_version_in_the_same_two_slots(workers: list[Worker]) -> None:
     before = [worker.do(resources) for worker in workers]
-    gc.collect()  # descriptors of earlier tests may close at any time
+    gc.collect()  # close the descriptors of earlier tests now, rather than at any time
     ours, threads = len(descriptors()), len(list(Path("/proc/self/task").iterdir()))
     scheme = SharedMemWeightSyncScheme()
     model = large(0.0)

@@ -1,4 +1,4 @@
-"""A process without free file descriptors raises a typed error, and continues once it has some."""
+"""A process without free file descriptors raises a typed error, and continues once some are free."""
 
 from __future__ import annotations
 

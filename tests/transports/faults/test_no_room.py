@@ -1,4 +1,4 @@
-"""An update that a worker has no descriptor or no memory for is refused, with the reason, and the next one is taken."""
+"""A worker without descriptors or memory for an update refuses it with the reason, and applies the next one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from weightsync.transports.pipe import framing
 
 
 def huge(fill: float = 0.0) -> nn.Module:
-    """A model of 32 MiB, more than a process has left beside its limit."""
+    """A model of 32 MiB, more than the address space that `_limit` leaves."""
     return filled(nn.Linear(2048, 4096, bias=False), fill)
 
 
 @pytest.fixture
 def served(scheme_class: Any) -> Any:
-    """A pair whose weights lie in segments, at version 1."""
+    """A pair whose weights are large enough for segments, at version 1."""
     pair = Pair(scheme_class, model=large)
     assert pair.sync().ok
     yield pair
@@ -37,7 +37,7 @@ def served(scheme_class: Any) -> Any:
 
 
 def refused(pair: Pair, left: int) -> str:
-    """Send to a receiver that may open no more than ``left`` descriptors; why it refused."""
+    """Send to a receiver that may open only ``left`` descriptors. Returns why it refused."""
     pair.sender.send_async()
     with descriptors_left(left):
         assert pair.receiver.receive(timeout=0) is False
@@ -99,7 +99,7 @@ def test_g11_a_joiner_without_descriptors_is_reported_in_the_next_report(served:
     served.sender.add_worker(1, ours)
     with descriptors_left(left):
         joined.get_receiver()._driver.pump()
-    if left:  # enough to watch the trainer by, none for its segment
+    if left:  # enough to watch the trainer's process, none for its segment
         assert joined.get_receiver().receive(timeout=0) is False
         served.receivers.append(joined.get_receiver())
     served.sender.send_async()
@@ -150,7 +150,7 @@ def test_a_payload_in_a_queue_that_finds_no_memory_is_reported_and_the_link_goes
 
 
 def _limit(_: WorkerSetup, spare: int | None) -> None:
-    """Let this process have no more address space than it has and ``spare`` bytes; None: as much as it likes."""
+    """Limit this process's address space to its present size and ``spare`` bytes; None removes the limit."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard if spare is None else used + spare, hard))

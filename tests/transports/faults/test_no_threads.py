@@ -1,4 +1,4 @@
-"""Where the system starts no more threads, calls say so; once it does again, they go on."""
+"""While no thread can be started, calls raise a typed error; afterwards they work again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASON = "cannot be started: can't start new thread"
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """No thread of ours starts in the block."""
+    """In the block, no thread of this library can be started."""
     real = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
@@ -73,7 +73,7 @@ def test_g10_a_link_that_was_added_while_no_thread_could_start_is_read_by_the_ne
 
 
 class Idle(Engine):
-    """Loads nothing."""
+    """An engine that ignores its weights."""
 
     def open(self) -> None: ...
     def load(self, buckets: object, version: str) -> None: ...
@@ -90,7 +90,7 @@ def test_g11_an_engine_whose_thread_cannot_start_is_lost_for_that_reason_and_its
 
 
 class Silent:
-    """A transport of a user's own, which brings nothing."""
+    """A user's transport that never delivers anything."""
 
     def send_weights(self, model_id: str, weights: object) -> None: ...
     def receive_weights(self, timeout: float = 1.0) -> None: ...

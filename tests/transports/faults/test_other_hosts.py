@@ -1,4 +1,4 @@
-"""A pid means something on its own machine only: peers elsewhere are not watched by theirs."""
+"""A pid is valid only on its own host: peers on other hosts are not watched by their pids."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_g10_a_peer_on_another_host_is_not_watched_by_its_pid(monkeypatch):
 
 
 def elsewhere():
-    """Says another host at each asking, so that no two speakers agree."""
+    """A fake `own_host` that returns another host at each call, so that no two peers share a host."""
     asked = iter(range(1000))
     return lambda: bytes([next(asked) % 256]) * 16
 
 
 def watched(monkeypatch) -> int:
-    """How many ends of one pair watch the other's process."""
+    """The number of ends of a pair that watch the other end's process."""
     seen = []
     monkeypatch.setattr(PipeLink, "watch", lambda link, pid, started: seen.append(pid))
     pair = Pair(MultiProcessWeightSyncScheme)

@@ -1,4 +1,4 @@
-"""A handshake for a model without a receiver in the worker is answered, reported on both sides, and kept for later."""
+"""A handshake for a model without a receiver is answered, reported on both sides, and kept for a later receiver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.transports.pipe.user_messages import UserMessages
 
 
 class Apart:
-    """A trainer of one model, and a worker that has a receiver of another, over one pipe."""
+    """A trainer with a sender for one model, and a worker with a receiver for another, over one pipe."""
 
     def __init__(self, scheme_class: Any) -> None:
         self.ours, self.theirs = multiprocessing.Pipe()
@@ -26,11 +26,11 @@ class Apart:
         self.worker.init_on_worker("actor", pipe=self.theirs, model=small())
 
     def look(self) -> None:
-        """Have the worker read what has come."""
+        """Make the worker read the messages that have arrived."""
         assert self.worker.get_receiver().receive(timeout=0) is False
 
     def serve_version_1(self) -> None:
-        """Have ``first`` receive it. The worker's sender ``second`` keeps the connection open beyond the receivers."""
+        """Have ``first`` receive version 1. The sender of ``second`` keeps the connection open after the receivers."""
         self.second.init_on_sender("actor", pipes=[self.ours], model=small())
         self.first.init_on_worker("policy", pipe=self.theirs, model=small())
         sender = self.trainer.get_sender()
@@ -77,7 +77,7 @@ def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
 
 
 class SendsOver(logging.Handler):
-    """A handler of the user's that sends what is logged over the very pipe, in a thread of its own."""
+    """A user's log handler that sends each record over the same pipe, in another thread."""
 
     def __init__(self, pipe: UserMessages) -> None:
         super().__init__(logging.WARNING)
@@ -120,7 +120,7 @@ def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(
 
 
 def test_a_worker_that_is_removed_and_added_again_at_once_is_served_over_its_next_receiver(apart: Apart) -> None:
-    """Both models share the pipe: the goodbye and the next handshake are read in one go."""
+    """Both models share the pipe, so that the goodbye and the next handshake are read together."""
     apart.serve_version_1()
     sender, model = apart.trainer.get_sender(), small()
     sender.remove_worker(0)

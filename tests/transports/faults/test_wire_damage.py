@@ -1,4 +1,4 @@
-"""What else may be on the pipe: the user's own messages, torn and damaged frames, other protocol versions, liars."""
+"""Other contents of a pipe: user messages, torn and damaged frames, other protocol versions, false messages."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def sized(request: pytest.FixtureRequest, scheme_class: Any) -> Iterator[Pair]:
 
 
 def framed(data: bytes) -> bytes:
-    """As `multiprocessing` frames it."""
+    """The data with the length prefix of `multiprocessing`."""
     return struct.pack("!i", len(data)) + data
 
 
 def write(connection: Any, data: bytes) -> None:
-    """Raw bytes, beside the library."""
+    """Write raw bytes to the connection, bypassing the library."""
     with raw(connection) as out:
         out._send(data)
 
@@ -115,7 +115,7 @@ def hello(**changes: Any) -> Hello:
 
 
 def sealed(data: bytes) -> bytes:
-    """The same, with the checksum that fits it."""
+    """The same message with a correct checksum."""
     return data[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(data[16:])) + data[16:]
 
 
@@ -249,16 +249,16 @@ def test_random_damage_of_a_handshake_or_an_update_is_never_applied(scheme_class
             assert scheme.get_receiver().version is None
 
 
-# -------------------------------------------------------------------------------------------------- liars
+# -------------------------------------------------------------------------------------------------- false messages
 
 
 def talk(pair: Pair, message: Message, payload: bytes = b"") -> None:
-    """Say something to the worker in the sender's name."""
+    """Send the worker a forged message of the sender."""
     write(pair.pipes[0][0], framed(codec.encode(message) + payload))
 
 
 def answer(pair: Pair, message: Message) -> None:
-    """Say something to the sender in the worker's name."""
+    """Send the sender a forged message of the worker."""
     write(pair.pipes[0][1], framed(codec.encode(message)))
 
 
@@ -400,7 +400,7 @@ def test_an_older_trainer_is_fenced_and_told_above_whom_to_rise(scheme_class: An
         older.get_sender().send(timeout=PATIENCE)
     for error in (fenced.value, again_fenced.value):
         assert "fence=error.fence" in str(error)
-        assert "add_worker()" not in str(error)  # it would be FENCED again
+        assert "add_worker()" not in str(error)  # a worker added again would be FENCED, too
     back.init_on_sender("policy", pipes=[again], model=small(3.0), fence=fenced.value.fence)
     receiver.register_worker_transport(third)
     back.get_sender().send_async()

@@ -1,4 +1,4 @@
-"""Pairs over a store."""
+"""Fixtures of pairs over torch.distributed, and the mark of all tests in this folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet import crew  # noqa: F401 - the fixture
 from missing import not_tested
 from store_fleet import StorePair
 
-#: Compared as text with the path of each of thousands of tests, in each process.
+#: A string for fast comparison, since every test process compares it with the paths of thousands of tests.
 HERE = f"{Path(__file__).parent}{os.sep}"
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of a fan-out, without a network: what is posted to whom, and who is a parent after what."""
+"""The trainer's side of a fan-out, without a network: the messages to each worker, and the choice of parents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = b"one host"
 
 
 class Workers:
-    """Some branches of one fan-out: what was posted to each, and whose payloads are no longer read."""
+    """Branches of one fan-out, with the messages posted to each, and the workers whose payloads were released."""
 
     def __init__(self, count: int, width: int = 1, keyed: bool = False) -> None:
         self.tree = Fanout(width)
@@ -34,10 +34,10 @@ class Workers:
         ]
         for index, branch in enumerate(self.branches):
             branch.listens(ParentAddress(HOST, f"10.0.0.1:{index + 1}"))
-            self.posted[index].clear()  # it was asked to listen
+            self.posted[index].clear()  # drop the request to listen
 
     def send(self, index: int, buffer: Buffer, version: int = 1, nbytes: int = NBYTES) -> None:
-        """Send a version to one worker. Its message's ``done`` notes the worker."""
+        """Send a version to one worker. Its message's ``done`` records the worker."""
         update = Update(model_id="policy", incarnation=1, version=version, layout_digest=bytes(32), nbytes=nbytes)
         message = QueuedMessage(
             encode(update), buffer.view[:nbytes], hint=("torchrl", "update"), done=lambda: self.done.append(index)
@@ -45,14 +45,14 @@ class Workers:
         self.branches[index].send(update, buffer, message)
 
     def dispatch(self, buffer: Buffer, version: int = 1) -> None:
-        """Send a version to all of them, as one dispatch."""
+        """Send a version to all workers, as one dispatch."""
         self.tree.begin()
         for index in range(len(self.branches)):
             self.send(index, buffer, version)
         self.tree.end()
 
     def routes(self) -> list[Routed | None]:
-        """How the payload of the last message to each travels; None: with the message, to nobody else."""
+        """The route of the last payload to each worker; None for a payload that travels only with its message."""
         heads = [posted[-1].head for posted in self.posted]
         return [None if head is None else routed(head()) for head in heads]
 
@@ -114,14 +114,14 @@ def test_payloads_that_are_part_of_their_message_and_those_of_no_dispatch_are_se
     assert [len(posted) for posted in workers.posted] == [2, 0]
     workers.tree.end()
     assert [len(posted) for posted in workers.posted] == [2, 1]
-    assert workers.routes() == [None, None]  # a tree of one
+    assert workers.routes() == [None, None]  # trees of a single worker
 
 
 def test_a_payload_that_a_worker_may_still_ask_for_is_held_until_it_answers() -> None:
     workers, buffer = Workers(2), payload()
     workers.dispatch(buffer, 1)
     workers.dispatch(buffer, 2)
-    assert all(posted.done() is None for posted in workers.posted[1])  # what was written is not the payload
+    assert all(posted.done() is None for posted in workers.posted[1])  # the payload was not part of the message
     assert workers.done == []
 
     workers.branches[1].answered(ack(1))
@@ -152,7 +152,7 @@ def test_a_worker_that_asks_gets_the_payload_from_the_trainer_once(caplog: pytes
         assert (supplied.payload, supplied.hint, supplied.head) == (buffer.view[:NBYTES], None, None)
         with pytest.raises(Exception, match=f"worker 1 asks for a payload of version {version} that it is not owed"):
             workers.branches[1].asked(Ask(version, Why.SILENT))
-    assert workers.done == []  # the message's writer says when
+    assert workers.done == []  # left to the message's writer
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "fan-out: worker 1 did not get version 1 from worker 0, which sent nothing for a while" in warnings[0]
@@ -170,7 +170,7 @@ def test_a_link_that_has_ended_is_sent_nothing() -> None:
 
     assert workers.posted == [[], []]
     assert sorted(workers.done) == [0, 1]
-    workers.branches[1].asked(Ask(1, Why.SILENT))  # too late; not a breach of the protocol
+    workers.branches[1].asked(Ask(1, Why.SILENT))  # late, but no violation of the protocol
 
 
 @pytest.mark.parametrize("why", [Why.ENDED, Why.SILENT, Why.WRONG])
@@ -180,7 +180,7 @@ def test_a_parent_that_failed_a_child_is_a_leaf_until_it_answers(why: Why) -> No
     workers.branches[1].asked(Ask(1, why))
     assert [branch.node for branch in workers.branches] == [Node(HOST, passes_on=False), Node(HOST)]
 
-    workers.branches[0].answered(ack(0))  # names no version
+    workers.branches[0].answered(ack(0))  # an ack that names no version
     assert workers.branches[0].node == Node(HOST, passes_on=False)
     workers.branches[0].answered(ack(1))
     assert workers.branches[0].node == Node(HOST)
@@ -201,7 +201,7 @@ def test_a_parent_whom_nobody_reaches_as_is_heard_during_the_dispatch_is_nobodys
 
     def chain(nodes: Sequence[Node], width: int) -> list[int | None]:
         made = tree_of(nodes, width)
-        workers.branches[1].asked(Ask(1, Why.UNREACHABLE))  # as the thread that reads its link does
+        workers.branches[1].asked(Ask(1, Why.UNREACHABLE))  # as the thread that reads the link would do
         return made
 
     monkeypatch.setattr(fanout, "tree_of", chain)
@@ -217,7 +217,7 @@ def test_a_parent_whom_nobody_reaches_as_is_heard_during_the_dispatch_is_nobodys
 def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
     workers = Workers(2)
     workers.dispatch(payload(), 1)
-    workers.branches[1].answered(ack(1))  # it got it from worker 0, who can be reached
+    workers.branches[1].answered(ack(1))  # the payload came from worker 0, which is therefore reachable
     workers.dispatch(payload(), 2)
     workers.branches[1].asked(Ask(2, Why.UNREACHABLE))
     assert [branch.node for branch in workers.branches] == [Node(HOST), None]
@@ -235,7 +235,7 @@ def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
 )
 def test_a_worker_at_the_loopback_is_reached_from_its_own_host_alone(address: str, at_loopback: bool) -> None:
     branch = Branch(Fanout(1), lambda message: None, "worker 0", False)
-    assert branch.node is None  # until it has said where it listens
+    assert branch.node is None  # until the worker has announced its address
     branch.listens(ParentAddress(HOST, address))
     assert branch.node == Node(HOST, at_loopback)
 

@@ -1,4 +1,4 @@
-"""Where trainer and workers meet, and our own connections to it."""
+"""Endpoints over a store, the library's own connections to stores, and TorchRL's keys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_updates_and_acks_have_hints_unless_they_are_withheld() -> None:
     assert hints.of(ack, 3) == both[1]
 
 
-# ----------------------------------------------------------------------------------------------- where they meet
+# ----------------------------------------------------------------------------------------------- endpoints
 
 
 def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_store_that_cannot_be_made_closes_no_descriptor_of_others(monkeypatch:
         open_store("127.0.0.1", 0, timedelta(seconds=7))
 
     with taken[0] as others:
-        assert others.family is socket.AF_INET  # open: its number was that of the listener
+        assert others.family is socket.AF_INET  # still open, though it had the listener's number
         others.bind(("127.0.0.1", 0))
 
 
@@ -183,7 +183,7 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
     assert made[4] == ((store.host, store.port, None, False, timedelta(seconds=9)), {"wait_for_workers": False})
 
 
-# -------------------------------------------------------------------------------------------------- what is there
+# -------------------------------------------------------------------------------------------------- keys and values
 
 
 def test_what_is_written_is_found_under_its_prefix(client: Client, store: Any) -> None:
@@ -221,7 +221,7 @@ def test_an_ipv4_address_that_is_written_as_one_of_ipv6_is_read_as_such(written:
 def test_a_connection_waits_for_a_key_without_end_and_cutting_it_ends_that(client: Client, store: Any) -> None:
     assert client._store is not None
     assert client._store.timeout == timedelta(days=365)  # type: ignore[attr-defined]
-    assert client.own_address == "127.0.0.1"  # torch's socket may be of IPv6, and say ::ffff:127.0.0.1
+    assert client.own_address == "127.0.0.1"  # torch may use an IPv6 socket, with the address ::ffff:127.0.0.1
     failed: list[BaseException] = []
 
     def wait() -> None:
@@ -257,7 +257,7 @@ def test_a_connection_that_was_closed_says_so_and_has_no_address(client: Client,
 
 
 class Socket:
-    """A new connection, as it is found."""
+    """A fake socket of a new connection."""
 
     def __init__(self, peer: int, copied: Any = None) -> None:
         self.peer, self.copied = peer, copied
@@ -267,7 +267,7 @@ class Socket:
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *fresh: Socket) -> None:
-    """Have a connection that is made find these, beside one that was there."""
+    """Make the next connection find these new sockets, beside an old one."""
     looks = iter([{"old": fresh[0]}, {"old": fresh[0], **dict(enumerate(fresh))}])
     monkeypatch.setattr(stores, "_descriptor", lambda _: None)
     monkeypatch.setattr(stores, "connected_sockets", lambda _=None: next(looks))
@@ -302,7 +302,7 @@ def test_a_connection_takes_no_longer_however_many_descriptors_the_process_has(
     for behind in (store, dist.PrefixStore("a", dist.PrefixStore("b", store))):
         looked_at.clear()
         client = Client(behind)
-        assert len(looked_at) == 2  # to find it, and to copy it
+        assert len(looked_at) == 2  # to find the socket, and to copy it
         assert client.own_address == "127.0.0.1"
         client.cut()
         with pytest.raises(TransportError, match="the store at "):
@@ -323,7 +323,7 @@ def test_a_connection_is_found_among_all_sockets_where_torch_does_not_name_its_d
 
 
 def _opened(what: str) -> int:
-    """How many descriptors of that. Not of all: the threads of stores that have ended close theirs meanwhile."""
+    """The number of open descriptors of one kind. Threads of former stores may close others meanwhile."""
     return list(descriptors().values()).count(what)
 
 
@@ -391,7 +391,7 @@ def test_a_connection_needs_three_descriptors_and_keeps_none_of_those_it_looked_
 
 
 def test_looking_for_descriptors_keeps_none() -> None:
-    gc.collect()  # of what other tests have left
+    gc.collect()  # close the descriptors that other tests have left
     before = _opened("anon_inode:[eventfd]")
     stores._require_descriptors()
     assert _opened("anon_inode:[eventfd]") == before
@@ -406,5 +406,5 @@ def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypat
     dialling = stores._ConnectingInTurn()
     for _ in range(2):
         assert dialling.lock_of(1).acquire(blocking=False)
-        process._forget_all()  # as in a child, and in its own child
+        process._forget_all()  # as in a child, and in a child's child
     assert dialling.lock_of(1).acquire(blocking=False)

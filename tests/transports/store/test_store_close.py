@@ -1,4 +1,4 @@
-"""What a `StoreLink` had queued when it was closed: it is sent in order, or dropped with everything behind it."""
+"""Messages that a `StoreLink` has queued when it is closed are sent in order, or dropped with all later ones."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from weightsync.transports.store.mailbox import Outbox
 from weightsync.transports.store.store import Client, base_of
 from weightsync.transports.store.stream import Stream
 
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing test waits this long.
 PATIENCE = 60.0
 PATIENT = timedelta(seconds=PATIENCE)
 INLINE, GROUPED = 1000, 200_000
 
 
 class Ends:
-    """Both ends of a link, the receiver's once it is there."""
+    """Both ends of a link: the sender's, and the receiver's once it is accepted."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -68,7 +68,7 @@ class Ends:
 
 
 def _heard(link: Link) -> list[str | int]:
-    """All that comes out at the receiver's end of a link until the end is reported."""
+    """The messages that arrive at the receiver's end of a link until its end is reported."""
     found: list[str | int] = []
     waited = Deadline(PATIENCE)
     while not waited.passed:
@@ -100,7 +100,7 @@ def test_what_the_store_takes_leaves_with_its_goodbye(ends: Ends) -> None:
 
 
 def test_a_payload_that_was_written_is_let_go_though_nothing_is_written_after_it(ends: Ends) -> None:
-    """It keeps its sender too, which may have been dropped, and that sender's shared memory."""
+    """A payload would keep alive its sender, even one that was dropped, and the sender's shared memory."""
     ends.update(1, GROUPED)
     arrived, waited = [], Deadline(PATIENCE)
     while not any(isinstance(each, Update) for each in arrived) and not waited.passed:
@@ -124,7 +124,7 @@ def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
 
 
 def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never_came_ends(store: Any) -> None:
-    """The update lies in the queue of the link's thread, and its payload was pinned by the sender itself."""
+    """The queue of the link's thread holds the update, whose payload used to keep the sender alive."""
     scheme = DistributedWeightSyncScheme()
     scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
     scheme.get_sender().send_async()
@@ -154,7 +154,7 @@ def test_a_receiver_that_is_dropped_listens_no_more_and_another_can_take_its_pla
 
 
 def test_a_receiver_that_listens_at_another_store_lets_go_of_the_one_that_has_ended(store: Any) -> None:
-    """A worker may outlive many trainers that each have a store of their own: each held a descriptor."""
+    """A worker may outlive many trainers, each with another store, so descriptors of former stores must not pile up."""
     earlier = dist.TCPStore("127.0.0.1", 0, None, True, PATIENT, wait_for_workers=False)
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
@@ -168,7 +168,7 @@ def test_a_receiver_that_listens_at_another_store_lets_go_of_the_one_that_has_en
         while listener in _listeners_running() and not waited.passed:
             wait(Waker(), [], 0.001)
         with contextlib.suppress(TransportError):
-            scheme.get_receiver().receive(timeout=0)  # the end of that store
+            scheme.get_receiver().receive(timeout=0)  # raises the loss of the former store
         scheme.get_receiver().register_worker_transport((store, 1))
         del listener, earlier
         while held() is not None and not waited.passed:
@@ -192,7 +192,7 @@ def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
 
 
 def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends: Ends) -> None:
-    """The announcement of the payload was out: the receiver would wait in the process group forever."""
+    """The receiver has read the announcement of the payload, and must not wait for it forever."""
     ends.update(1, GROUPED)
     ends.bye_and_close()
 
@@ -202,7 +202,7 @@ def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends:
 def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker's answer can come first, and the trainer close at once."""
+    """The worker's answer may come before that, and the trainer may close at once."""
     post, arrived, closed = LinkThreads._write_message, threading.Event(), threading.Event()
 
     def noted_late(worker: LinkThreads, queued: Any, client: Any) -> None:
@@ -248,7 +248,7 @@ def test_a_payload_is_given_up_after_close_if_the_peer_reads_nothing_of_it(
 def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store's one thread may stand still for seconds; TorchRL's own key of an update is written to it."""
+    """The store's only thread may stall for seconds while the link writes TorchRL's key for an update."""
     worker, asked, cut = ends.sender._threads, threading.Event(), threading.Event()  # type: ignore[attr-defined]
 
     answered = Client.set
@@ -274,7 +274,7 @@ def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
 
 
 def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker reads on, to its trainer's goodbye, although the key of its ack is not written yet."""
+    """A worker reads on, up to its trainer's goodbye, while the key for its ack is still being written."""
     answered, asked, over = Client.set, threading.Event(), threading.Event()
 
     def unanswered(client: Client, key: str, value: bytes) -> None:
@@ -327,7 +327,7 @@ def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_g
 
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_a_store_that_ends_after_its_senders_goodbye_is_no_failure(ends: Ends, goodbye: bool) -> None:
-    """The store is the trainer's in many programs: it ends right behind the goodbye."""
+    """In many programs the trainer hosts the store, which ends right after the goodbye."""
     (listener,) = _listeners.at(Where(ends.store.host, ends.store.port, base_key("policy", 1)))
     if goodbye:
         ends.bye_and_close()
@@ -356,8 +356,8 @@ def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> No
 
 
 def _end_before_anything_is_written(port: int) -> None:
-    """A trainer that closes its link and ends, while its writing thread has not come to run yet."""
-    link_threads._LINGER = blocking_threads._PATIENCE = PATIENCE  # type: ignore[misc] # a busy worker comes late
+    """Run a trainer that closes its link and ends before its writer thread has run."""
+    link_threads._LINGER = blocking_threads._PATIENCE = PATIENCE  # type: ignore[misc] # for busy machines
     runs = threading.Event()
     write = Stream.write
 
@@ -393,7 +393,7 @@ def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, f
 
 
 def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From Python 3.12 on, no thread starts while the interpreter ends."""
+    """From Python 3.12 on, no thread can be started at interpreter shutdown."""
     stop = DistributedWeightSyncScheme().listen((store, 1), "policy", lambda _: None)
     (listener,) = _listeners.at(Where(store.host, store.port, base_key("policy", 1)))
     waited = Deadline(PATIENCE)
@@ -415,7 +415,7 @@ def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatc
 def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that takes both finds the second when it reads the end of the first: it still has a sender."""
+    """A worker that takes both links thus knows the second when it reads the end of the first, and keeps its sender."""
     order: list[str] = []
     ended, announce, shut = threading.Event(), _Announcement.announce, Outbox.shut
     scheme = DistributedWeightSyncScheme()
@@ -446,7 +446,7 @@ def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
 
 @contextlib.contextmanager
 def no_thread(name: str) -> Iterator[list[threading.Thread]]:
-    """No thread of this name starts in the block. Gives those that did."""
+    """In the block, no thread of this name can be started. Yields the other threads that were."""
     begun: list[threading.Thread] = []
     real = threading.Thread.start
 

@@ -1,4 +1,4 @@
-"""Deltas over torch.distributed: across processes and under a key, with workers that die and come back."""
+"""Deltas over torch.distributed: between processes and under a key, with workers that die and come back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DELTA = 16 + 8 + 200 * 6
 
 @pytest.fixture(params=[None, "the fleet's own secret"], ids=["without a key", "under a key"])
 def one(request: pytest.FixtureRequest, store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePair]:
-    """A sender of deltas and a receiver, which serves the first version."""
+    """A sender of deltas, and a receiver that serves version 1."""
     if request.param is not None:
         monkeypatch.setenv("WEIGHTSYNC_KEY", request.param)
     monkeypatch.setattr(store_fleet, "DistributedWeightSyncScheme", partial(DistributedWeightSyncScheme, delta=True))

@@ -26,13 +26,13 @@ from weightsync import (
 
 
 def weights(fill: float, rows: int = 300) -> TensorDict:
-    """120 KB: more than goes through the store."""
+    """Weights of 120 KB, too large to travel in a message."""
     return TensorDict({"a": torch.full((rows, 100), fill), "b": TensorDict({"c": torch.full((3,), fill)})})
 
 
 @pytest.fixture
 def ends(store: Any) -> Iterator[tuple[DistributedTransport, DistributedTransport]]:
-    """The trainer's end, and the worker's in generation A's form."""
+    """The trainer's and the worker's end, both in generation A's form."""
     made = DistributedTransport(store, 1), DistributedTransport(store, 1)
     yield made
     for end in made:
@@ -77,7 +77,7 @@ def test_initial_weights_need_no_signalling_by_the_caller(store: Any) -> None:
 
 @pytest.mark.parametrize("form", ["A", "B"])
 def test_initial_weights_are_not_written_to_torchrls_keys(store: Any, form: str) -> None:
-    """A loop written for the reference would take them for an update, and stand still."""
+    """A worker loop written for TorchRL would take them for an update, and hang."""
     given = {} if form == "A" else {"weights_buffer": weights(0.0)}
     trainer, worker = (DistributedTransport(store=store, rank=1, **given) for _ in range(2))
     with trainer, worker:
@@ -168,7 +168,7 @@ def test_a_rank_has_one_receiver_of_a_model_in_a_process(store: Any) -> None:
             second.init_on_worker("policy", store=store, rank=1, model=large())
         with pytest.raises(ConfigurationError, match="close that first"):
             DistributedTransport(store, 1).receive_weights(timeout=0)
-        first.get_receiver().register_worker_transport((store, 1))  # the same one may listen anew
+        first.get_receiver().register_worker_transport((store, 1))  # the same receiver may listen again
         other.init_on_worker("critic", store=store, rank=1, model=large())
         first.close()
         second.init_on_worker("policy", store=store, rank=1, model=large())
@@ -200,7 +200,7 @@ def test_nothing_rests_on_the_hints(store: Any) -> None:
 
 
 def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
-    """It begins behind the initial weights, which are no update to it, and takes each update once."""
+    """The loop starts after the initial weights, which are no update, and receives each update once."""
     worker, trainer, scheme = (
         DistributedTransport(store, 1),
         DistributedTransport(store, 1),
@@ -218,7 +218,7 @@ def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
     def of(fill: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 100), fill)}
 
-    with worker, trainer, scheme:  # the first trainer stays: a loop that gets its goodbye first ends
+    with worker, trainer, scheme:  # the first trainer stays open: its goodbye would end the loop
         thread = threading.Thread(target=serve)
         thread.start()
         trainer.send_initial_weights(of(1.0))

@@ -1,4 +1,4 @@
-"""Payloads that travel down a tree of workers over torch.distributed: who sends what to whom, and what is applied."""
+"""Payloads that travel down a tree of workers over torch.distributed: the bytes sent, and the versions applied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NBYTES = sum(each.nbytes for each in large().state_dict().values())
 
 
 class Fleet:
-    """A sender with a fan-out, and workers in this process, each with its own thread."""
+    """A sender with a fan-out, and workers in this process, each in its own thread."""
 
     def __init__(self, store: Any, workers: int, **options: Any) -> None:
         self.source = large(1.0)
@@ -48,7 +48,7 @@ class Fleet:
         self.sender.await_workers(timeout=PATIENCE)
 
     def _serve(self, receiver: WeightReceiver) -> None:
-        with contextlib.suppress(TransportError):  # the trainer has closed
+        with contextlib.suppress(TransportError):  # raised once the trainer has closed
             while not self._over.is_set():
                 receiver.receive(timeout=0.05)
 
@@ -74,7 +74,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet_of(store: Any) -> Iterator[Callable[..., Fleet]]:
-    """Makes fleets, which end with the test."""
+    """A function that makes fleets, which are closed after the test."""
     made: list[Fleet] = []
 
     def make(workers: int, **options: Any) -> Fleet:
@@ -88,12 +88,12 @@ def fleet_of(store: Any) -> Iterator[Callable[..., Fleet]]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many bytes of payload went over links."""
+    """A counter of the payload bytes that were sent over links."""
     counted: Counter[str] = Counter()
     write, lock = Stream._write_piece, threading.Lock()
 
     def write_piece(stream: Stream, piece: memoryview, go_on: Any) -> None:
-        with lock:  # each link has a thread that writes
+        with lock:  # each link has a writer thread
             counted["links"] += len(piece)
         write(stream, piece, go_on)
 
@@ -103,14 +103,14 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No parent counts as silent, however slow this machine is."""
+    """Raise the timeouts, so that no parent counts as silent even on a slow machine."""
     monkeypatch.setattr(fetching, "SILENCE", PATIENCE)
     monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)
 
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
-    """Every buffer that was sent through a fan-out."""
+    """A list of all buffers that are sent through a fan-out."""
     seen: list[Buffer] = []
     gathers = fanout.Fanout.gathers
 

@@ -1,4 +1,4 @@
-"""Workers that pass payloads on die and stop amid a payload: what becomes of those behind them."""
+"""Workers that pass payloads on die or stop amid a payload, and their children still get it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from store_fleet import big, holds, meet
 from weightsync import DistributedWeightSyncScheme, OutcomeKind, SyncReport, WeightSender
 from weightsync.transports.store.stream import Stream
 
-#: With K=2 and five workers the trainer sends to 0 and 2; 0 passes on to 1, and 2 to 3 and 4.
+#: With a fan-out of 2 and five workers, the trainer sends to 0 and 2; 0 passes on to 1, and 2 to 3 and 4.
 VICTIM, CHILDREN, OTHERS = 2, (3, 4), (0, 1)
 
 
 def strikes_itself(setup: WorkerSetup, signum: int) -> None:
-    """Have this process send itself a signal once it has read, and passed on, a part of a payload."""
+    """Make this process send itself a signal once it has read, and passed on, a part of a payload."""
     read, pieces = Stream.read_into, []
 
     def read_into(stream: Stream, room: memoryview) -> None:
@@ -66,7 +66,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(crew: Crew, store: Any) -> Iterator[Fleet]:
-    """Five workers behind a trainer."""
+    """A trainer and five workers that serve version 1."""
     made = Fleet(crew, store)
     yield made
     made.scheme.close()
@@ -95,7 +95,7 @@ def test_a_parent_that_stops_amid_a_payload_costs_the_others_a_second(fleet: Fle
     report = fleet.send(2)
 
     assert {report[index].kind for index in OTHERS + CHILDREN} == {OutcomeKind.APPLIED}
-    assert report[VICTIM].kind is OutcomeKind.LOST  # its heartbeat has stopped
+    assert report[VICTIM].kind is OutcomeKind.LOST  # since its heartbeat has stopped
     fleet.answers(OTHERS + CHILDREN)
     assert fleet.values(OTHERS + CHILDREN) == [{2.0}] * 4
 

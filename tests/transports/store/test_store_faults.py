@@ -1,6 +1,6 @@
-"""A worker that stops for longer than its heartbeat allows, and the death of the store.
+"""A worker that is stopped for longer than its heartbeat allows, and the death of the store.
 
-Other deaths, stops and cuts: tests/transports/strikes.
+tests/transports/strikes has other deaths, stops and cuts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weightsync.transports.store.listener import _listeners
 
 
 class Trainer:
-    """A sender in this process, and two workers in theirs, of a model that no socket takes at once."""
+    """A sender in this process, and two worker processes, of a model larger than the buffers of a socket."""
 
     def __init__(self, crew: Crew, store: Any) -> None:
         self.store = store
@@ -34,7 +34,7 @@ class Trainer:
         self.send(1)
 
     def send(self, version: int) -> None:
-        """A whole send to all."""
+        """Send a version to both workers, and wait until they have applied it."""
         for worker in self.workers:
             worker.tell(serve, version)
         assert self.sender.send(filled(self.source, float(version)), timeout=PATIENCE).ok
@@ -44,7 +44,7 @@ class Trainer:
 
 @pytest.fixture
 def two(crew: Crew, store: Any) -> Iterator[Trainer]:
-    """Two workers that serve version 1 of a model of 64 MiB."""
+    """A trainer with two workers that serve version 1 of a model of 64 MiB."""
     made = Trainer(crew, store)
     yield made
     made.scheme.close()
@@ -63,7 +63,7 @@ def test_a_stopped_worker_is_lost_wrongly_sees_its_link_closed_and_comes_back(tw
     stopped.resume()
     with pytest.raises(TransportError):
         stopped.do(receive)
-    # Fault 9: half of version 2 has arrived there, and nothing of it shows.
+    # Fault 9: half of version 2 has arrived, and none of it is visible.
     assert ("uninitialized", 1, {1.0}) == stopped.do(holds)
 
     stopped.tell(wait_until_met)
@@ -99,7 +99,7 @@ def test_the_death_of_the_store_ends_everything(crew: Crew) -> None:
 
 
 def dials(_: WorkerSetup) -> None:
-    """Return once its listener has a connection: a store that dies while it is dialled is given up later."""
+    """Wait until this worker's listener is connected, since the death of a store during the dialling shows later."""
     waited = Deadline(PATIENCE)
     while not any(each._client for each in _listeners._listeners):
         assert not waited.passed, "it has no connection"

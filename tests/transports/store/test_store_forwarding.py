@@ -1,4 +1,4 @@
-"""A worker passes a payload on to its children in a fan-out while it arrives, over real sockets, without a trainer."""
+"""A worker in a fan-out passes an arriving payload on to its children, over real sockets, without a trainer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from weightsync.transports.store.routes import Routed, Why
 from weightsync.transports.store.stream import dial
 
 TOKEN = b"0123456789abcdef"
-#: More than three pieces.
+#: A payload of more than three pieces.
 PAYLOAD = os.urandom(3 * forwarding.PIECE_NBYTES + 12345)
-#: How far it has arrived, from time to time: within a piece, at its end, beyond it.
+#: Successive numbers of bytes that have arrived: within a piece, at its end, behind it.
 STEPS = (1, forwarding.PIECE_NBYTES, forwarding.PIECE_NBYTES + 1, 3 * forwarding.PIECE_NBYTES, len(PAYLOAD))
 
 
 @pytest.fixture
 def forwarder() -> Iterator[Forwarder]:
-    """A parent on this host."""
+    """The server of a parent on this host."""
     made = Forwarder("127.0.0.1")
     yield made
     made.close()
@@ -40,7 +40,7 @@ def forwarder() -> Iterator[Forwarder]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No parent counts as silent, however slow this machine is."""
+    """Raise the timeout, so that no parent counts as silent even on a slow machine."""
     monkeypatch.setattr(fetching, "SILENCE", PATIENCE)
 
 
@@ -49,14 +49,14 @@ def routed(parent: str, token: bytes = TOKEN, digest: bytes = b"") -> Routed:
 
 
 def fetched(route: Routed, go_on: Callable[[], None] = lambda: None) -> tuple[bytes, list[int]]:
-    """What a child gets, and how far it was told to be."""
+    """Fetch a payload as a child. Returns its bytes, and the reported numbers of bytes."""
     buffer, reached = bytearray(len(PAYLOAD)), list[int]()
     fetch(route, memoryview(buffer), reached.append, go_on)
     return bytes(buffer), reached
 
 
 def why_not(route: Routed) -> Why:
-    """Why a child does not get it."""
+    """The reason why a child cannot fetch the payload."""
     with pytest.raises(NotFetched) as refused:
         fetched(route)
     assert str(refused.value) == refused.value.why.name
@@ -64,7 +64,7 @@ def why_not(route: Routed) -> Why:
 
 
 def connection(forwarder: Forwarder, *options: tuple[int, int, int]) -> socket.socket:
-    """A connection of a child, or of a stranger."""
+    """A raw connection to a parent, of a child or a stranger."""
     host, _, port = forwarder.address.rpartition(":")
     sock = socket.socket()
     for option in options:
@@ -84,7 +84,7 @@ def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(fo
     with ThreadPoolExecutor(2) as children:
         calls = [children.submit(fetched, routed(forwarder.address, digest=digest)) for digest in digests]
         for step in STEPS:
-            time.sleep(1.5 * forwarding._PULSE)  # so that it says that it is waiting
+            time.sleep(1.5 * forwarding._PULSE)  # so that the parent sends a sign of life
             feed.reach(step)
         found = [call.result(PATIENCE) for call in calls]
 
@@ -93,7 +93,7 @@ def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(fo
         assert reached == sorted(reached)
         assert len(set(reached)) >= 4
         assert reached[-1] == len(PAYLOAD)
-    assert why_not(routed(forwarder.address)) is Why.ENDED  # two were announced
+    assert why_not(routed(forwarder.address)) is Why.ENDED  # only two children were announced
 
 
 @pytest.mark.usefixtures("patient")
@@ -116,7 +116,7 @@ def test_what_is_passed_on_within_this_host_has_a_congestion_control_that_suits_
 def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
     feed = Feed(memoryview(PAYLOAD))
     feed.reach(20)
-    feed.reach(10)  # a thread that was overtaken
+    feed.reach(10)  # as by a thread that was overtaken
 
     assert feed.beyond(0, 0.0) == PAYLOAD[:20]
     assert feed.beyond(15, 0.0) == PAYLOAD[15:20]
@@ -132,7 +132,7 @@ def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
 def test_children_of_a_payload_that_is_declined_are_told_so(
     forwarder: Forwarder, children: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # so that slow children are in time
+    monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # time for slow children
     forwarder.decline(TOKEN, children)
     began = Deadline(forwarding.PATIENCE)
     for _ in range(children):
@@ -168,7 +168,7 @@ def test_of_many_payloads_that_nobody_came_for_two_are_kept(forwarder: Forwarder
 def test_a_token_may_come_in_parts_and_before_its_payload(
     forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # however long the pauses are on a busy machine
+    monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # time for the pauses on a busy machine
     with connection(forwarder) as child:
         for part in (TOKEN[:5], TOKEN[5:] + b"and more"):
             child.sendall(part)
@@ -206,7 +206,7 @@ def test_a_child_that_takes_nothing_is_given_up_and_a_slow_one_is_not(monkeypatc
 
 
 class Parent:
-    """A parent that accepts one connection and does something else than ours."""
+    """A fake parent that accepts one connection, reads the token and calls ``does``."""
 
     def __init__(self, does: Callable[[socket.socket], Any]) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -276,7 +276,7 @@ def test_a_parent_that_cannot_be_reached_is_said_to_be(parent: str) -> None:
 
 
 def test_no_other_port_is_called_in_place_of_one_that_cannot_be() -> None:
-    """The resolver takes a port modulo 65536."""
+    """The resolver takes ports modulo 65536, so an invalid port must not reach it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1] + 2**16}"
 
@@ -324,7 +324,7 @@ def test_strangers_that_say_nothing_leave_room_for_others(monkeypatch: pytest.Mo
     strangers = [connection(forwarder) for _ in range(4)]
     try:
         assert strangers[-1].recv(1) == b""
-        until(lambda: not forwarder._children)  # each has a second to present its token
+        until(lambda: not forwarder._children)  # a connection has a second to present its token
         forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
         assert fetched(routed(forwarder.address))[0] == PAYLOAD
     finally:

@@ -1,4 +1,4 @@
-"""Generation B over a store: one object, `connect`, `send`, a receiver in the background."""
+"""Generation B over torch.distributed: one scheme object, `connect`, `send`, a background reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync import ConfigurationError, DistributedWeightSyncScheme, WeightSy
 
 
 class Holder:
-    """A context: a collector that has a policy."""
+    """A context that resembles a collector with a policy."""
 
     def __init__(self, policy: nn.Module, **attributes: Any) -> None:
         self.policy = policy
@@ -23,14 +23,14 @@ class Holder:
 
 
 def attend(setup: WorkerSetup, rank: int) -> None:
-    """The worker's half of `connect`, with the scheme that came along."""
+    """Initialise and connect the worker's side, with the scheme that was passed to this process."""
     setup.kept["context"] = Holder(large())
     setup.scheme.init_on_receiver(model_id="policy", context=setup.kept["context"], worker_idx=rank)
     setup.scheme.connect(timeout=PATIENCE)
 
 
 def value_of(setup: WorkerSetup, wanted: float) -> float:
-    """The first weight, once it is what is wanted or time is up: nobody calls `receive` here."""
+    """Wait until the background reader has set the first weight to ``wanted``, or for PATIENCE. Returns the weight."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until and setup.kept["context"].policy[0].weight[0, 0].item() != wanted:
         time.sleep(0.01)
@@ -84,7 +84,7 @@ def test_worker_idx_is_the_rank_as_in_torchrl_and_0_is_the_trainers(store: Any) 
 
 
 def test_a_torchrl_collectors_policy_gets_memory_of_its_own(store: Any) -> None:
-    """Its launcher hands one policy to all workers, in shared memory: each would serve what any of them applied."""
+    """TorchRL's launcher passes one policy in shared memory to all workers, and each must apply versions by itself."""
     policy = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     policy[1].weight = policy[0].weight
     policy.share_memory()
@@ -117,7 +117,7 @@ def test_a_collectors_port_plus_two_that_is_none_is_any_free_port() -> None:
 def test_the_schemes_own_store_listens_at_the_interface_that_the_environment_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "198.51.100.1")  # this host has no such address
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "198.51.100.1")  # not an address of this host
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1))

@@ -1,4 +1,4 @@
-"""A private group carries payloads where links have one: it ends with its link, also while it is still being made."""
+"""The process group of a link, which carries its payloads, ends with the link, even while it is being made."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weightsync.transports.store.group import Group, RendezvousStore
 from weightsync.transports.store.store import Client, StoreEndpoint
 
 PAYLOAD = memoryview(bytearray(5))
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing test waits this long.
 PATIENCE = 30.0
 
 
 class Made:
-    """A group whose other rank takes what is sent, and sends sevens."""
+    """A fake process group whose other rank accepts all tensors, and sends tensors of sevens."""
 
     def __init__(self) -> None:
         self.aborted = False
         self.unawaited = 0
-        #: What happens while an operation is posted, as NCCL connects in the first; and while one is awaited.
+        #: Called while a send is posted (NCCL connects in the first), and while an operation is awaited.
         self.connecting: Callable[[], object] = lambda: None
         self.carrying: Callable[[], object] = lambda: None
 
@@ -54,7 +54,7 @@ class Made:
 
 
 class Making:
-    """Makes a group; ``meanwhile`` happens before it is known to anybody."""
+    """Makes a fake group. ``meanwhile`` is called before the group is returned."""
 
     def __init__(self) -> None:
         self.made = Made()
@@ -68,7 +68,7 @@ class Making:
 
 
 class Written:
-    """A connection, to which only messages are written."""
+    """A fake connection that records the messages written to it."""
 
     def __init__(self) -> None:
         self.written: list[tuple[bytes, memoryview | None]] = []
@@ -79,7 +79,7 @@ class Written:
 
 @pytest.fixture
 def client(store: Any) -> Iterator[Client]:
-    """A connection to the store, where rank 1 of the link has arrived already."""
+    """A connection to the store, in which rank 1 of the link has already arrived."""
     client = Client(store)
     client.set("a link/group/arrived/1", b"yes")
     yield client
@@ -116,7 +116,7 @@ def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
 
 @pytest.mark.parametrize("way", ["write", "read", "skip"])
 def test_a_payload_whose_last_bucket_was_aborted_is_not_taken_for_whole(client: Client, way: str) -> None:
-    """NCCL ends the kernels that it aborts, and torch's wait for one of them then returns as usual."""
+    """NCCL ends aborted kernels, so that torch's wait for one returns as after a success."""
     making, stream = Making(), Written()
     making.made.carrying = making.group.abort
     calls: dict[str, Callable[[Any], None]] = {
@@ -210,7 +210,7 @@ def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypa
 def test_nccl_uses_the_gpu_that_was_current_where_its_end_was_made(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    # As CUDA does: another thread begins with the first GPU.
+    # As in CUDA, the current device of a new thread is the first GPU.
     of_user = threading.get_ident()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: int(threading.get_ident() == of_user))
     end, groups = StoreEndpoint(store, 1, "nccl"), []

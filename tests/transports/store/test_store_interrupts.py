@@ -1,4 +1,4 @@
-"""Interrupts, and calls of other threads, while a side begins: nothing goes on that nobody can close."""
+"""Interrupts, and calls from other threads, while a side starts leave no thread that nobody can close."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _pythons_interrupt() -> Iterator[None]:
 
 @pytest.fixture
 def all_threads_end() -> Callable[[], bool]:
-    """Whether the threads of links, listeners and the heartbeat that start from now on end."""
+    """A check that all threads of links, listeners and heartbeats that start from now on end."""
     others = set(_running._alive())
 
     def all_end() -> bool:

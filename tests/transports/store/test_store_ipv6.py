@@ -1,4 +1,4 @@
-"""Hosts that have addresses of IPv6 only."""
+"""Hosts that have only IPv6 addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.transports.store import stream
 from weightsync.transports.store.store import Client, open_store
 from weightsync.transports.store.stream import hosts_address, named_address, own_address
 
-#: As /proc/net/if_inet6 lists them.
+#: Contents of /proc/net/if_inet6.
 LISTED = (
     "fe8000000000000000fc00fffe000001 04 40 20 80     eth7\n"
     "20010db8000000000000000000000007 04 40 00 82     eth7\n"
@@ -32,7 +32,7 @@ def loopback() -> str:
 
 
 def resolver(monkeypatch: pytest.MonkeyPatch, errno: int) -> list[str]:
-    """A host whose name has an address of IPv6, and none of IPv4 for that reason. Returns the names looked up."""
+    """Fake a host name with an IPv6 address, whose IPv4 look-up fails with ``errno``. Returns the names looked up."""
     asked: list[str] = []
 
     def no_ipv4(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A store is open to whoever reaches its port: what a shared key keeps out, and where our own stores listen."""
+"""Shared keys, since anyone who reaches its port can use a store; and the addresses at which own stores listen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[small, large], ids=["inline", "behind its message"])
 def fleet(request: pytest.FixtureRequest, keyed: None, store: Any) -> Iterator[StorePair]:
-    """A sender and a receiver with a key, whose weights travel in their message, or behind it."""
+    """A sender and a receiver with a key, whose weights travel in their message or behind it."""
     made = StorePair(store, model=request.param)
     yield made
     made.close()
@@ -77,7 +77,7 @@ def test_a_worker_that_starts_late_and_one_that_comes_back_are_met_under_a_key(k
         sender.add_worker(0, (store, 1))
         sender.send_async()
         while receiver.version != 2:
-            with contextlib.suppress(ConnectionError):  # the old link's goodbye, before the new one has come
+            with contextlib.suppress(ConnectionError):  # the old link's goodbye, if it comes before the new link
                 receiver.receive(timeout=0.1)
         sender.wait_async(timeout=PATIENCE)
 
@@ -144,7 +144,7 @@ def test_an_answer_that_a_stranger_writes_is_never_believed(
     pair.close()
 
 
-# ------------------------------------------------------------------------------------- what is written on the way
+# ------------------------------------------------------------------------------------- messages in transit
 
 
 def stream_of(link: Any) -> Stream:
@@ -161,7 +161,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 class Recorder:
-    """All that links write to their connections; ``change`` makes of it what is written in its place."""
+    """Records all that links write to their connections. ``change`` replaces the texts that are written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.written: list[tuple[Stream, bytes]] = []
@@ -203,14 +203,14 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
     announced = store.get("weightsync/policy/1/announced/0")
     pair.sync(filled(small(), 6.0))
 
-    # The link is offered again, and all that its sender wrote is there once more.
+    # Announce the link again, and replay everything that its sender wrote.
     store.delete_key(f"weightsync/link/{name}/taken")
     store.set(f"weightsync/link/{name}/down/0", introduction)
     store.set("weightsync/policy/1/announced/1", announced)
     _until(lambda: store.check([f"weightsync/link/{name}/up/1"]))
     address = store.get(f"weightsync/link/{name}/up/1").split()[-1].decode()
     again = dial(address, name)
-    with contextlib.suppress(TransportError):  # the worker may end the connection before all is written
+    with contextlib.suppress(TransportError):  # the worker may close the connection before all is written
         for text in written:
             again.write(text, None, lambda: None)
     with pytest.raises((TransportError, EndOfStream)):
@@ -275,7 +275,7 @@ def test_a_payload_that_was_changed_on_its_way_is_not_believed(
 
 
 def _listening() -> set[str]:
-    """The addresses at which this process listens, as the kernel writes them, with their ports."""
+    """The addresses and ports at which this process listens, in the kernel's notation."""
     own = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -294,7 +294,7 @@ def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_worker
         announced = "{:08X}".format(int.from_bytes(socket.inet_aton(info["host"]), "little"))
         theirs.init_on_worker("policy", store_info=info, rank=1, model=large())
 
-        # The worker listens there too until its sender has come, which may be over by now.
+        # The worker listens there, too, until its sender has connected, which may already be the case.
         found = _listening() - before
         assert f"{announced}:{info['port']:04X}" in found
         assert {each.partition(":")[0] for each in found} == {announced}
@@ -302,7 +302,7 @@ def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_worker
         ours.get_sender().send_async()
         theirs.get_receiver().receive(timeout=PATIENCE)
         ours.get_sender().wait_async(timeout=PATIENCE)
-        # A worker accepts nobody after its sender.
+        # Once its sender has connected, a worker accepts no more connections.
         assert _listening() - before == {f"{announced}:{info['port']:04X}"}
 
 
@@ -335,7 +335,7 @@ def test_a_worker_whose_hosts_name_is_a_loopbacks_listens_where_it_reaches_other
 
 def test_the_address_from_which_this_host_reaches_others_is_its_own() -> None:
     routed = stream._routed_address()
-    if routed is not None:  # else there is no network here
+    if routed is not None:  # None without a network
         socket.create_server((routed, 0)).close()
 
 

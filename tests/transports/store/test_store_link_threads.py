@@ -1,4 +1,4 @@
-"""The two threads of a link over a store."""
+"""The two threads of a link over torch.distributed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINK = "weightsync/link/one"
 
 @pytest.fixture
 def create_link(store: Any) -> Iterator[Callable[[int], LinkThreads]]:
-    """Creates one end of the link: 0 the sender's, 1 the worker's."""
+    """A function that creates one end of a link: 0 is the sender's, 1 the worker's."""
     with contextlib.ExitStack() as stack:
         waker = Waker()
         stack.callback(waker.close)
@@ -85,7 +85,7 @@ def test_messages_wait_for_the_peer_and_then_arrive_in_order(create_link: Callab
 def test_a_link_that_is_cut_while_its_reader_connects_to_the_store_leaves_no_thread(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its process ends. Nobody was left to end the reader's wait for the peer."""
+    """The link is cut when its process ends, and nothing else would end the reader's wait for the peer."""
     connects, goes_on = threading.Event(), threading.Event()
 
     class Late(Client):
@@ -224,7 +224,7 @@ def test_a_payload_for_which_there_is_no_memory_is_passed_over(
 def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_here(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed with unread bytes, a connection would drop what was written to it."""
+    """A connection that is closed with unread bytes drops what was written to it."""
     sender, worker, reading = create_link(0), create_link(1), threading.Event()
     before, go_on = Stream.read_into, threading.Event()
 
@@ -248,7 +248,7 @@ def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_her
 def test_a_link_whose_store_is_lost_as_it_joins_the_heartbeat_has_failed(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A heartbeat tells all links of a loss in turn: one that raises keeps the others from it."""
+    """A heartbeat reports a loss to all links in turn, so a link that raises would keep it from the others."""
     join, told = heartbeat.join, threading.Event()
 
     def join_late(store: Any, callbacks: heartbeat.Callbacks) -> heartbeat.HeartbeatMember:
@@ -272,7 +272,7 @@ def test_a_link_whose_store_is_lost_as_it_joins_the_heartbeat_has_failed(
 def test_a_beat_that_comes_as_a_link_joins_the_heartbeat_harms_nothing(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The beat failed, and with it the heartbeat and all links of the process over that store."""
+    """An error in the beat would fail the heartbeat, and all links of the process over that store."""
     join, looked = heartbeat.join, threading.Event()
 
     def join_late(store: Any, callbacks: heartbeat.Callbacks) -> heartbeat.HeartbeatMember:
@@ -357,7 +357,7 @@ def test_parts_that_are_left_when_a_link_closes_are_dropped_alone_up_to_the_upda
 
 
 class Forbidden(socket.socket):
-    """A connection of a process that may not choose a congestion control."""
+    """A socket of a process that is not permitted to choose a congestion control."""
 
     def setsockopt(self, level: int, option: int, *value: Any) -> None:
         if (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION):
@@ -372,7 +372,7 @@ def control(sock: socket.socket) -> bytes:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., tuple[socket.socket, socket.socket]]]:
-    """Both ends of a connection to 127.0.0.1 from an address."""
+    """A function that connects to 127.0.0.1 from a given address, and returns both sockets."""
     with contextlib.ExitStack() as stack:
 
         def made(source: str, kind: type[socket.socket] = socket.socket) -> tuple[socket.socket, socket.socket]:
@@ -420,7 +420,7 @@ def test_a_connection_serves_where_no_congestion_control_may_be_chosen(
 
 
 class Waking:
-    """Waits in one thread, and ends that by another, as listeners do."""
+    """An owner whose thread waits until a second thread, started by `close`, wakes it, as in listeners."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -442,7 +442,7 @@ class Waking:
 
 
 def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that returns from torch later aborts the process."""
+    """A thread that returns from torch after that would abort the process."""
     monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
     owner = Waking()
     blocking_threads.start_threads(owner, {"waiter": owner.wait})
@@ -451,7 +451,7 @@ def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monke
 
 
 class Failing(Waking):
-    """Cannot be closed, and ends when it is cut."""
+    """An owner that raises when it is closed, and ends when it is cut."""
 
     def close(self) -> None:
         raise RuntimeError("no close")

@@ -1,4 +1,4 @@
-"""The same code over NCCL, where trainer and worker have a GPU each."""
+"""Payloads over NCCL, between a trainer and a worker with a GPU each."""
 
 from __future__ import annotations
 

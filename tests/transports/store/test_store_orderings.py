@@ -1,4 +1,4 @@
-"""Steps of two threads in an order that is rare: a thread is held up where the other may come between."""
+"""Rare interleavings of two threads: one thread is delayed at a point where the other may run in between."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = "a key of sixteen characters or more"
 
 @contextlib.contextmanager
 def serving(*receivers: WeightReceiver) -> Iterator[list[BaseException | None]]:
-    """Receive in the block, with a thread for each. Gives what each raised: None, as long as it has not."""
+    """Receive in the block, in one thread for each receiver. Yields each one's error, or None."""
     raised: list[BaseException | None] = [None] * len(receivers)
     over = threading.Event()
 
@@ -36,7 +36,7 @@ def serving(*receivers: WeightReceiver) -> Iterator[list[BaseException | None]]:
         try:
             while not over.is_set():
                 receivers[number].receive(timeout=0.05)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:  # noqa: BLE001 - checked by the test
             raised[number] = error
 
     threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(len(receivers))]
@@ -57,7 +57,7 @@ def listener_of(pair: StorePair) -> _Listener:
 
 
 def add_again(pair: StorePair) -> None:
-    """The trainer gives its worker a new link, and sends."""
+    """Add the worker again over a new link, and check that the next send is applied."""
     with serving(pair.receiver) as raised:
         pair.sender.add_worker(0, (pair.store, 1))
         report = pair.sender.send(timeout=PATIENCE, on_failure="report")
@@ -66,7 +66,7 @@ def add_again(pair: StorePair) -> None:
 
 
 def sender_proves_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Both ends have a key, and the trainer reads no challenge until the event is set."""
+    """Give both ends a key. The trainer reads no challenge until the returned event is set."""
     monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
     asked, next_text = threading.Event(), LinkThreads._next_text
 
@@ -79,7 +79,7 @@ def sender_proves_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return asked
 
 
-# -------------------------------------------------------------- a goodbye, and the link that was announced before it
+# --------------------------------------------------------------- goodbyes after the announcement of another link
 
 
 def test_a_link_is_taken_while_the_goodbye_of_the_former_one_asks_whether_one_is_to_come(
@@ -104,7 +104,7 @@ def test_a_link_is_taken_while_the_goodbye_of_the_former_one_asks_whether_one_is
     def lets_in_late(listening: _Listener, link: StoreLink) -> None:
         until(lambda: listening._next == 2)
         taken.set()
-        time.sleep(0.3)  # so that a goodbye that does not wait comes first
+        time.sleep(0.3)  # so that a goodbye that does not wait overtakes the link
         let_in(listening, link)
 
     with contextlib.closing(StorePair(store)) as pair:
@@ -122,7 +122,7 @@ def test_a_receiver_listens_again_while_its_former_listener_takes_a_link(
 
     def takes_late(listening: _Listener, *link: Any) -> None:
         taking.set()
-        time.sleep(0.3)  # so that a goodbye that does not wait comes first
+        time.sleep(0.3)  # so that a goodbye that does not wait overtakes the link
         take(listening, *link)
 
     with contextlib.closing(StorePair(store)) as pair:
@@ -172,7 +172,7 @@ def test_a_receiver_that_is_closed_ends_the_links_of_senders_that_have_proved_no
 def test_the_other_end_of_a_refused_link_closes_before_the_receiver_asks_to_be_told(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another sender's link was announced by then: the receiver still has a sender to wait for."""
+    """Another sender's link has been announced by then, so that the receiver has a sender to wait for."""
     await_successor, process = _Listener._await_successor, _Listener._process
 
     def asks_late(listening: _Listener, link: StoreLink, why: str) -> None:
@@ -194,7 +194,7 @@ def test_the_other_end_of_a_refused_link_closes_before_the_receiver_asks_to_be_t
         receiver, refused = theirs.get_receiver(), misfit.get_sender()
         with serving(receiver) as raised:
             until(lambda: bool(receiver._driver.handshake_refusal))
-            for _ in range(20):  # its sender learns of that, and closes its end
+            for _ in range(20):  # the sender learns of the refusal, and closes its end
                 refused.poll()
                 time.sleep(0.02)
             report = fit.get_sender().send(timeout=PATIENCE, on_failure="report")
@@ -202,11 +202,11 @@ def test_the_other_end_of_a_refused_link_closes_before_the_receiver_asks_to_be_t
         assert report.ok
 
 
-# --------------------------------------------------------------------------------- heartbeats, and who follows whom
+# ------------------------------------------------------------------------------ heartbeats, and peers that watch them
 
 
 def leads_and_dies(setup: WorkerSetup, port: int) -> None:
-    """Lead one worker in a process that dies once its link is announced."""
+    """Start a trainer of one worker in this process, which dies once the link is announced."""
     claim = Client.claim
 
     def claims_and_dies(client: Client, key: str, *rest: Any) -> str:
@@ -231,7 +231,7 @@ def test_a_trainer_that_dies_as_it_announces_a_link_is_lost(crew: Crew, store: A
 
 
 def takes_and_dies(setup: WorkerSetup, port: int) -> None:
-    """Join as a worker in a process that dies once it has taken its link."""
+    """Join as a worker in this process, which dies once it has taken its link."""
     listener.worker_link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined,assignment]
     meet(setup, port, 1)
     time.sleep(PATIENCE)
@@ -249,7 +249,7 @@ def test_a_worker_that_dies_as_it_takes_a_link_is_lost(crew: Crew, store: Any) -
 
 
 def test_nobody_learns_of_a_process_before_it_can_beat(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who follows it counts the beats that it misses from then on, and a connection may take seconds."""
+    """A peer counts missed beats from the announcement on, and connecting the heartbeat may take seconds."""
     connected = threading.Event()
 
     def connects_late(at: Any) -> Client:

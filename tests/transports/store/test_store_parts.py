@@ -1,4 +1,4 @@
-"""Payloads that travel in parts over a store's links: whole when their update comes, and nothing before."""
+"""Payloads in parts over torch.distributed: whole when their update arrives, and unused before."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Given = list[tuple[str, Part]]
 
 
 def model(fill: float = 0.0) -> nn.Module:
-    """5 MiB in one tensor: ten chunks."""
+    """A model of 5 MiB in one tensor, which is ten chunks."""
     return filled(nn.Linear(1024, 1280, bias=False), fill)
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Given:
-    """The parts that links are given, of all payloads of two chunks or more, a chunk each."""
+    """A list of the parts that links get. Payloads of two chunks or more travel in parts of one chunk."""
     for name, nbytes in (("LEAST_PART", CHUNK), ("LEAST_NBYTES", 2 * CHUNK), ("LEAST_IF_BUSY", 2 * CHUNK)):
         monkeypatch.setattr(parts, name, nbytes)
     found: Given = []
@@ -65,7 +65,7 @@ def pair(store: Any, given: Given) -> Iterator[StorePair]:
 def test_g2_what_was_gathered_and_hashed_in_parts_is_what_is_acked_and_served(
     pair: StorePair, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applier, "digest", None)  # nothing is hashed once the update is there
+    monkeypatch.setattr(applier, "digest", None)  # fails if anything is hashed after the update has arrived
 
     for value in (2.0, 3.0, 4.0):
         given.clear()
@@ -114,7 +114,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
             for _ in range(3):
                 with pytest.raises(ConfigurationError, match="cannot be copied"):
                     pair.sender.send()
-        assert len(given) == 3  # parts that no update has named are not followed by others, which would pile up
+        assert len(given) == 3  # as long as no update has named them, no further parts are sent, which would pile up
         filled(pair.source, value)
         assert pair.sync().ok
         assert constants(pair.model) == {value}
@@ -171,11 +171,11 @@ def test_payloads_of_a_fanout_travel_whole(store: Any, given: Given, monkeypatch
     assert given == []
 
 
-# ------------------------------------------------------------------------------------------- what a link may say
+# ------------------------------------------------------------------------------------------- valid sequences
 
 
 class Bytes:
-    """A stream from which payloads are read, and the sizes of those that are skipped."""
+    """A fake stream of payloads that records the sizes of those skipped."""
 
     def __init__(self, *payloads: bytes) -> None:
         self._payloads = list(payloads)
@@ -204,7 +204,7 @@ def update(payload_id: bytes = ID, nbytes: int = NBYTES) -> Update:
 
 @pytest.fixture
 def take() -> Callable[..., Received]:
-    """Takes a message, and the bytes in its text or behind it."""
+    """A function that passes a message to `Arrivals`, with the bytes in its text or behind it."""
     arrivals = Arrivals(NoGuard("the trainer"), NoGroup())
 
     def one(message: Message, inline: bytes = b"", stream: Bytes | None = None) -> Received:

@@ -1,4 +1,4 @@
-"""Two ranks of a private group either both connect or neither does: gloo's own wait for the other cannot be ended."""
+"""Both ranks of a link's process group connect, or neither, since gloo's wait for the other cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from weightsync.transports.store.heartbeat import process_name
 from weightsync.transports.store.listener import _Listener, _OtherProcess
 from weightsync.transports.store.store import Client
 
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing test waits this long.
 PATIENCE = 30.0
 
 
 class Rank:
-    """One end of a rendezvous, with its own thread."""
+    """One end of a rendezvous, which waits in another thread."""
 
     def __init__(self, store: TCPStore, name: str) -> None:
         self.client = Client(store)
@@ -166,7 +166,7 @@ def test_a_worker_that_joins_model_after_model_is_not_told_that_it_lacks_one(
 
 
 def await_remark(sender: Any, text: str) -> None:
-    """Wait until this is said of worker 0."""
+    """Wait until the sender's remark on worker 0 has this text."""
     waited = Deadline(PATIENCE)
     while text not in sender._driver.remark(0) and not waited.passed:
         time.sleep(0.05)
@@ -174,7 +174,7 @@ def await_remark(sender: Any, text: str) -> None:
 
 
 def await_beats(client: Client, count: int) -> None:
-    """Wait for some beats of this process."""
+    """Wait until this process's heartbeat has beaten ``count`` times."""
     beats: set[bytes | None] = set()
     waited = Deadline(PATIENCE)
     while len(beats) < count and not waited.passed:
@@ -211,7 +211,7 @@ def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
 def test_no_model_that_was_written_without_the_prefix_is_named(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heartbeat's connection has no prefix, so behind one it would find the models of another group."""
+    """The heartbeat's connection ignores the store's prefix, and must not find the models of another group."""
     monkeypatch.setattr(heartbeat, "REMARK_BEATS", 1)
     caplog.set_level("WARNING", "weightsync")
     mine = PrefixStore("mine", store)
@@ -284,7 +284,7 @@ def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
 
 
 def test_a_receiver_that_listens_again_keeps_its_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its former listener left the place that is the newer one's too: nobody noticed a second process afterwards."""
+    """The former listener must not delete the rank's key, by which a second process for the rank is noticed."""
     find, wake, listens = _OtherProcess.find, _Listener._wake, threading.Event()
 
     def found(other: _OtherProcess, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Sends over a store and process groups: what arrives, at whom, and under which keys."""
+"""Sends over torch.distributed: what arrives, at which workers, and TorchRL's keys in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that answers slowly, or not at all, costs no worker its link and holds up nobody else."""
+"""A store that answers slowly, or not at all, loses no worker and delays no other connection."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weightsync.transports.store import blocking_threads, heartbeat, link_thread
 from weightsync.transports.store import store as stores
 from weightsync.transports.store.store import Client
 
-#: Seconds; reached only by a failure.
+#: Seconds. Only a failing test waits this long.
 PATIENCE = 30.0
 
 
 def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It beat once a round: with 60 links at 0.1 s each, all its workers lost it."""
+    """One beat for each round of questions would be too few with 60 links at 0.1 s each."""
     monkeypatch.setattr(heartbeat, "PERIOD", 0.05)
     monkeypatch.setattr(heartbeat, "_SILENCE_SECONDS", 2.0)
     lost: list[str] = []
@@ -37,7 +37,7 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
         beats.add(client.peek(f"weightsync/heartbeat/{heartbeat.process_name()}"))
         time.sleep(0.05)
 
-    assert not waited.passed  # with one beat a round, twenty would take two minutes
+    assert not waited.passed  # with one beat for each round, twenty would take two minutes
     assert not lost
     for member in members:
         member.leave()
@@ -46,7 +46,7 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
 
 @pytest.fixture
 def stopped(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """`store` answers no new connection until the event: torch waits for the answer without limit."""
+    """An event until which `store` answers no new connection, while torch waits without a limit."""
     goes_on, real = threading.Event(), stores._new_connection
 
     def connected(asked: Any, base: Any) -> Any:
@@ -89,7 +89,7 @@ def test_a_send_over_a_store_that_does_not_answer_says_so_and_then_its_workers_a
 def test_a_process_whose_store_does_not_answer_ends_as_soon_as_with_one_link(
     store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited for each thread of each link, one after another."""
+    """The end must not wait for each thread of each link, one after another."""
     monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
     monkeypatch.setattr(link_threads, "_LINGER", PATIENCE)
     waits, join = list[float | None](), threading.Thread.join
@@ -105,7 +105,7 @@ def test_a_process_whose_store_does_not_answer_ends_as_soon_as_with_one_link(
     waited = Stopwatch()
     blocking_threads._running.end()
 
-    monkeypatch.setattr(link_threads, "_LINGER", 0.0)  # they reach the store once it goes on
+    monkeypatch.setattr(link_threads, "_LINGER", 0.0)  # the links reach the store once the event is set
 
     assert sum(timeout != 0.0 for timeout in waits) <= 2 * blocking_threads._FEW
     assert waited.seconds < PATIENCE

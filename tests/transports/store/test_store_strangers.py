@@ -1,4 +1,4 @@
-"""What strangers write to the store, a moment without descriptors, and workers that are added again."""
+"""Foreign data in the store, a temporary lack of descriptors, and workers that are added again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BASE = "weightsync/policy/1"
 
 
 class Reception:
-    """A worker's loop that ends once its sender is gone."""
+    """A worker's loop in a thread, which ends once its sender is lost."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self.receiver = receiver
@@ -45,7 +45,7 @@ class Reception:
         try:
             while not self._over.is_set():
                 self.receiver.receive(timeout=0.05)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:  # noqa: BLE001 - checked by the test
             self.raised.append(error)
 
     def end(self) -> None:
@@ -63,11 +63,11 @@ def serving(receiver: WeightReceiver) -> Iterator[Reception]:
         loop.end()
 
 
-# ------------------------------------------------------------------------------------ what strangers write
+# ------------------------------------------------------------------------------------ data of strangers
 
 
 class Segments(socket.socket):
-    """Brings what was sent in segments of three bytes."""
+    """A socket that receives in segments of three bytes."""
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         return super().recv(min(bufsize, 3), flags)
@@ -233,7 +233,7 @@ def test_a_value_is_read_without_waiting_whether_or_not_it_is_there(row: tuple[C
 
 
 class Scarce:
-    """No connection can be made, as long as that lasts."""
+    """Makes new connections fail for lack of descriptors, until ``over`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.over = threading.Event()
@@ -273,11 +273,11 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
 ) -> None:
     monkeypatch.setattr(blocking_threads, "_LOOK_SECONDS", 0.01)
     assert pair.sync().ok
-    # The sender has a connection of its own to the store, so that its links can be distinguished from the worker's.
+    # The sender has its own store object, so that its links can be distinguished from the worker's.
     senders, real, scarce, sent = reach(pair.store.port), link_threads.Client, [], threading.Event()
 
     def client(store: Any) -> Client:
-        """The sender's connections; for the worker none, until the sender has sent."""
+        """Connect the sender's links. The worker's cannot connect at first, and then only once the sender has sent."""
         if store is senders:
             return real(store)
         if len(scarce) < 6:
@@ -345,7 +345,7 @@ def test_a_worker_that_registers_again_after_a_loss_waits_for_the_next_sender(pa
 
 
 def listeners() -> int:
-    """How many threads of this process listen at a store."""
+    """The number of this process's threads that listen at a store."""
     return sum(thread.name == "weightsync-listener" for thread in threading.enumerate())
 
 
@@ -367,7 +367,7 @@ def test_a_goodbye_waits_longer_for_a_new_link_than_its_connection_to_the_store_
 
 
 def being_announced(pair: StorePair) -> list[announcing.Where]:
-    """The workers of this pair whose goodbyes would wait for a link."""
+    """The endpoints of this pair's workers whose goodbyes would wait for a new link."""
     return [where for where in list(announcing._under_way._pending) if where.port == stores.base_of(pair.store).port]
 
 
@@ -411,7 +411,7 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
 
     def claims_late(client: Client, key: str, *rest: Any) -> str:
         if "/announced/" in key or key.endswith("/taken"):
-            time.sleep(0.1)  # so that a goodbye that waits for nobody comes first
+            time.sleep(0.1)  # so that a goodbye that does not wait overtakes the link
         return claim(client, key, *rest)
 
     monkeypatch.setattr(Client, "claim", claims_late)
@@ -431,7 +431,7 @@ def test_a_goodbye_waits_until_the_receiver_has_the_new_link_that_was_announced_
     accept = Listening.accept
 
     def accepts_late(listening: Listening, link: Any) -> None:
-        time.sleep(0.2)  # so that a goodbye that waits for nobody comes first
+        time.sleep(0.2)  # so that a goodbye that does not wait overtakes the link
         accept(listening, link)
 
     with contextlib.closing(StorePair(store)) as pair:

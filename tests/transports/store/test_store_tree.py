@@ -1,4 +1,4 @@
-"""The shape of a fan-out, and what its ends tell each other."""
+"""The shape of a fan-out's tree, and the messages between its ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLEETS = st.lists(NODES | HERE, max_size=60)
 
 
 def depth(parents: list[int | None], index: int) -> int:
-    """How many workers pass a payload on before this one gets it."""
+    """The number of workers that a payload passes through before it reaches this one."""
     parent = parents[index]
     return 0 if parent is None else 1 + depth(parents, parent)
 
@@ -63,7 +63,7 @@ def test_a_leaf_gets_its_payload_from_the_first_that_has_room_and_else_from_the_
 
 
 def test_workers_of_one_host_are_mostly_one_anothers_parents() -> None:
-    nodes = [Node(bytes([index % 8])) for index in range(64)]  # eight hosts, dealt in turn
+    nodes = [Node(bytes([index % 8])) for index in range(64)]  # eight hosts, in rotation
     parents = tree_of(nodes, 2)
     across = sum(parent is None or nodes[parent].host != nodes[index].host for index, parent in enumerate(parents))
     assert across <= 16

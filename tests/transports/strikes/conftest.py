@@ -1,4 +1,4 @@
-"""A fleet of each transport, in turn, and the same behind a network that can fail."""
+"""Fixtures of the strikes: a fleet of each transport, and fleets behind a network that can fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from striking import WorkerPoint
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A world that outlives a test is there before what looks at what the test leaves behind (tests/conftest.py)."""
+    """Make the session's RPC world before the leak check of tests/conftest.py, which then ignores its processes."""
     for item in items:
         wanted = getattr(item, "callspec", None) and item.callspec.params.get("fleet")
         if isinstance(wanted, Wanted) and wanted.transport == "rpc" and not wanted.dies:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def actors(cluster: Any) -> Iterator[list[Any]]:
-    """One who dies again and again, one who does not, and one who leads."""
+    """Three actors: the victim, which dies and is restarted again and again, the other worker, and the trainer."""
     kind = ray_fleet.ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(StrikableActor)
     made = [kind.remote() for _ in range(3)]
     yield made
@@ -38,7 +38,7 @@ def actors(cluster: Any) -> Iterator[list[Any]]:
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """The one that is wanted."""
+    """The fleet that the test's parameter asks for."""
     wanted: Wanted = request.param
     made = _fleet(wanted, request.getfixturevalue)
     yield made
@@ -67,7 +67,7 @@ def _fleet(wanted: Wanted, fixture: Any) -> Fleet:
 def _ray_fleet(wanted: Wanted, actors: list[Any]) -> RayFleet:
     victim, other, leader = actors
     if wanted.dies and wanted.at in (WorkerPoint.AHEAD, WorkerPoint.HANDSHAKE):
-        # Ray would restart any other, which would then be met: the handshake is repeated.
+        # Use an actor that Ray does not restart: the trainer would repeat its handshake and reach a restarted one.
         once = ray_fleet.ray.remote(num_cpus=0)(StrikableActor).remote()
         return RayFleet(once, other, spare=victim)
     return RayFleet(victim, other, leader if wanted.led else None)
@@ -75,7 +75,7 @@ def _ray_fleet(wanted: Wanted, actors: list[Any]) -> RayFleet:
 
 @pytest.fixture
 def cut(request: pytest.FixtureRequest) -> Iterator[Cut]:
-    """A fleet behind a network, which serves version 1; its transport is the parameter."""
+    """A fleet behind a network, over the transport in the parameter, whose workers serve version 1."""
     match request.param:
         case "tcp":
             made = over_tcp_pipes(request.getfixturevalue("crew"))
@@ -97,7 +97,7 @@ def wired(forkserver: Any, tmp_path: Path) -> Iterator[WiredWorld]:
 
 @pytest.fixture
 def unmet(crew: Crew, store: Any) -> Iterator[Cut]:  # noqa: F811 - the fixture
-    """A store's fleet behind a network, not started yet. Its processes end before the network that they use."""
+    """A fleet over torch.distributed behind a network, not started. Its processes end before their network."""
     network = Network(store.port)
     yield over_store(crew, store.port, network)
     crew.end()

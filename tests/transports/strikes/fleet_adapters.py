@@ -1,6 +1,6 @@
-"""The adapters of `fleets.Fleet`: pipes, RPC, and torch.distributed's store, without a fan-out and with one.
+"""The subclasses of `fleets.Fleet` for pipes, RPC, and torch.distributed without and with a fan-out.
 
-Every child imports this: Ray, which takes longer to import than all else that a child does, is in `ray_adapters`.
+Every child process imports this module. The one for Ray is in `ray_adapters`, since importing Ray takes long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightsync.transports.store import heartbeat, stream
 
 
 class InlineScheme(MultiProcessWeightSyncScheme):
-    """All payloads go through the pipe itself, as over connections that pass no memory."""
+    """Sends all payloads through the pipe itself, as over connections that cannot share memory."""
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         return link.PipeLink(endpoint, model_id, peer=peer, payloads=Payloads.INLINE)
@@ -36,9 +36,9 @@ PIPES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncSche
 
 
 class PipeFleet(Fleet):
-    """Two children of the test, which is the trainer."""
+    """Two child processes as workers; the trainer is the test's process."""
 
-    # The message is read; of the payload, nothing is read, or mapped.
+    # Here the worker has read the message, and has neither read nor mapped the payload.
     worker_payload = (Place(framing.__name__, "Inflow", "_memory_for"), Place(link.__name__, "MappedSegments", "find"))
     answered = (APPLIED,)
 
@@ -72,7 +72,7 @@ def lead_over_pipes(setup: Any, scheme: Any, pipes: list[Any]) -> None:
 
 
 class PipePartsFleet(PipeFleet):
-    """The trainer names a slot's chunks while it packs them, and the workers hash them."""
+    """The trainer announces a slot's chunks while it packs them, and the workers hash them."""
 
     worker_payload = (Place(parts.__name__, "IncomingParts", "arrived", time=3),)
 
@@ -80,7 +80,7 @@ class PipePartsFleet(PipeFleet):
         super().__init__(crew, partial(SharedMemWeightSyncScheme, verify="digest"))
 
     def start(self) -> None:
-        """Version 3 is the first whose slot all workers map already."""
+        """Start, and send versions 2 and 3. Version 3 is the first whose slot all workers have mapped already."""
         super().start()
         for version in (2, 3):
             self.send_to_all(version)
@@ -90,7 +90,7 @@ class PipePartsFleet(PipeFleet):
 
 
 class RpcFleet(Fleet):
-    """Four ranks: the trainer, two workers, and one more. No rank can take the place of one that died."""
+    """Four ranks: the trainer, two workers and the trainer's successor. A rank that died cannot be replaced."""
 
     worker_payload = (Place(rpc.__name__, "", "_payload_of"),)
     trainer_payload = (Place(rpc.__name__, "", "begin", after=True),)
@@ -113,7 +113,7 @@ class RpcFleet(Fleet):
         return self._heir
 
     def retire(self) -> None:
-        """Leave the world as it was; everybody lives."""
+        """Reset the world's processes, which are all alive, for the next test."""
         for process in (self.trainer, self.victim, self.other):
             process.do(rpc_fleet.retire)
 
@@ -124,21 +124,21 @@ def w0(_: Any) -> str:
 
 # ------------------------------------------------------------------------------------------- torch.distributed
 
-#: So that a payload of 4 MiB has a middle.
+#: Small enough that a payload of 4 MiB travels in several pieces.
 PIECE_NBYTES = 2**20
 
 
 class StoreFleet(Fleet):
-    """A store hosted by the test, a trainer and two workers, all on connections of their own."""
+    """A store in the test's process, and a trainer and two workers with separate connections to it."""
 
     worker_payload = (Place(stream.__name__, "Stream", "_read_piece", time=2),)
     trainer_payload = (Place(stream.__name__, "Stream", "_write_piece", time=2),)
-    # Nobody knows that it was ever there.
+    # The trainer never hears of a worker that died before its handshake.
     unmet = TIMED_OUT
 
     def __init__(self, crew: Crew, port: int, victims_port: int | None = None) -> None:
         self._crew, self._port = crew, port
-        #: Where the victim reaches the store.
+        #: The port at which the victim reaches the store.
         self._victims_port = victims_port or port
         self.trainer, self.victim, self.other = (self._start() for _ in range(3))
 
@@ -165,7 +165,7 @@ class StoreFleet(Fleet):
         return ""
 
     def link_again(self) -> None:
-        """Have the trainer add the victim, which lives, over a new link."""
+        """Have the trainer add the victim, which is alive, over a new link."""
         self.trainer.do(add_worker, 0, endpoint)
 
     def successor(self) -> Child:
@@ -173,7 +173,7 @@ class StoreFleet(Fleet):
 
 
 class FanoutFleet(StoreFleet):
-    """The trainer sends payloads to the victim alone, which passes them on to the other worker."""
+    """The trainer sends payloads only to the victim, which passes them on to the other worker."""
 
     def __init__(self, crew: Crew, port: int) -> None:
         super().__init__(crew, port)
@@ -188,7 +188,7 @@ class FanoutFleet(StoreFleet):
 
 
 class StorePartsFleet(StoreFleet):
-    """The trainer sends a payload's chunks while it packs the others."""
+    """The trainer sends a payload's first chunks while it packs the rest."""
 
     worker_payload = (Place(parts.__name__, "IncomingParts", "arrived", time=3),)
     trainer_payload = (Place(parts.__name__, "OutgoingParts", "_send", time=3),)
@@ -199,7 +199,7 @@ class StorePartsFleet(StoreFleet):
         return child
 
     def start(self) -> None:
-        """As over pipes, though each version but the first travels in parts."""
+        """Start, and send versions 2 and 3, as over pipes. Here all versions but the first travel in parts."""
         super().start()
         for version in (2, 3):
             self.send_to_all(version)
@@ -210,7 +210,7 @@ def small_pieces(_: Any) -> None:
 
 
 def misses_no_beat(_: Any) -> None:
-    """From now on no heartbeat that has stopped is noticed here."""
+    """Make this process never report a peer lost because its heartbeat stopped."""
     heartbeat.ROUNDS = sys.maxsize  # type: ignore[misc]
 
 

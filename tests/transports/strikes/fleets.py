@@ -1,4 +1,4 @@
-"""A trainer and two workers of one transport: the interface that the tests of strikes and cuts are written for."""
+"""The interface of a fleet: a trainer and two workers over one transport, for the tests of strikes and cuts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weightsync.clock import Deadline
 
 APPLIED, LOST, TIMED_OUT = OutcomeKind.APPLIED, OutcomeKind.LOST, OutcomeKind.TIMED_OUT
 
-#: What each transport needs. Tests of none of these that take long are marked `slow` beside their case.
+#: The marks that each transport needs. Slow tests over other transports are marked `slow` at their cases.
 MARKS: dict[str, tuple[Any, ...]] = {
     "ray": (
         pytest.mark.ray,
@@ -54,63 +54,63 @@ MARKS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which fleet a test is to have."""
+    """The fleet that a test asks for."""
 
     transport: str
     at: WorkerPoint | TrainerPoint | str
     #: Whether one of its processes dies.
     dies: bool
-    #: Whether its trainer is struck.
+    #: Whether its trainer is struck, so that the trainer needs a process of its own.
     led: bool
 
 
-#: A function that a process is asked to call, and its arguments.
+#: A function for a process to call, and its arguments.
 Order = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Process(abc.ABC):
-    """A process that does what the test tells it, one thing after another."""
+    """A process that runs functions for the test, one after another."""
 
     pid: int
 
     @abc.abstractmethod
     def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have it call a function with its setup, and go on."""
+        """Have the process call a function with its setup, without waiting."""
 
     @abc.abstractmethod
     def answered(self) -> bool:
-        """Whether `answer` would not wait."""
+        """Whether `answer` would return without waiting."""
 
     @abc.abstractmethod
     def answer(self) -> Any:
-        """What came of it."""
+        """Wait for the oldest call's result."""
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Have it call a function, and wait for what comes of it."""
+        """Have the process call a function, and wait for the result."""
         self.tell(function, *arguments)
         return self.answer()
 
     def is_struck(self) -> bool:
-        """Whether it is stopped, or dead."""
+        """Whether the process is stopped or dead."""
         return bool(struck(self.pid))
 
     def stop(self) -> None:
-        """SIGSTOP it, and wait until it is stopped."""
+        """Send SIGSTOP, and wait until the process is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         gone_or_stopped(self.pid)
 
     def resume(self) -> None:
-        """SIGCONT it."""
+        """Send SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL it, and wait until it is dead."""
+        """Send SIGKILL, and wait until the process is dead."""
         os.kill(self.pid, signal.SIGKILL)
         gone_or_stopped(self.pid)
 
 
 class Child(Process):
-    """A process of the test's own, as `Crew` starts them."""
+    """A child process of the test, as `Crew` starts them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self.pid, self.pipe = worker, worker.pid, worker.pipe
@@ -128,12 +128,12 @@ class Child(Process):
         self._worker.kill()
 
     def end(self) -> None:
-        """Let it return, or kill it."""
+        """Let the process return, or kill it."""
         self._worker.end()
 
 
 class LocalTrainer(Process):
-    """The test's own process, whose calls run in a thread. It is never struck."""
+    """The test's process, which runs calls in a thread and is never struck."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -157,45 +157,45 @@ class LocalTrainer(Process):
 
 
 class Fleet(abc.ABC):
-    """A trainer and two workers of one transport. Worker 0 is the one who is struck."""
+    """A trainer and two workers of one transport. Worker 0 is the victim of strikes."""
 
     trainer: Any
     victim: Any
     other: Any
-    #: Where payloads are on their way in a worker, and in a trainer.
+    #: The functions in which a worker, or a trainer, is in the middle of a payload.
     worker_payload: tuple[Place, ...]
     trainer_payload: tuple[Place, ...] = ()
-    #: What becomes of a worker that was killed before its handshake.
+    #: The outcome of a worker that was killed before its handshake.
     unmet = LOST
-    #: The outcomes of a worker that was killed after its answer, which may be lost with it.
+    #: The possible outcomes of a worker that was killed after its answer, which may be lost with the worker.
     answered: tuple[OutcomeKind, ...] = (APPLIED, LOST)
-    #: Whether a worker's call of `receive` is what reads its links.
+    #: Whether workers read their links in `receive`, rather than in calls.
     receives = True
 
     @abc.abstractmethod
     def join(self, worker: Any) -> Order:
-        """What makes a worker's receiver."""
+        """The order that creates a worker's receiver."""
 
     @abc.abstractmethod
     def lead(self) -> Order:
-        """What makes a trainer's sender."""
+        """The order that creates a trainer's sender."""
 
     @abc.abstractmethod
     def readmit(self) -> str:
-        """Have a living worker in the victim's place, joined; or say why there is none."""
+        """Add a worker in the victim's place. Returns why that is impossible, or an empty string."""
 
     def successor(self) -> Any:
-        """A process that can replace a dead trainer."""
+        """The process that replaces a dead trainer."""
         raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027 - most have nothing
-        """Leave nothing behind that the fixtures of a test do not end."""
+    def close(self) -> None:  # noqa: B027 - most subclasses need nothing here
+        """Close what the fixtures of a test do not end."""
 
-    def outlast_stops(self) -> None:  # noqa: B027 - most have nothing
-        """Have nobody given up for a stop: on a busy machine one lasts longer than the test wants."""
+    def outlast_stops(self) -> None:  # noqa: B027 - most subclasses need nothing here
+        """Prevent stopped processes from being reported lost: on a busy machine a stop may last long."""
 
     def start_receiver(self, worker: Any, strike: Strike | None = None) -> None:
-        """Have a worker make its receiver, and wait for it, unless it is struck first."""
+        """Have a worker create its receiver. Waits until it has, or until it is struck before that."""
         order = (start_receiver, *self.join(worker), strike)
         if strike is not None and strike.at is WorkerPoint.AHEAD:
             worker.tell(*order)
@@ -204,7 +204,7 @@ class Fleet(abc.ABC):
             worker.do(*order)
 
     def start_sender(self, trainer: Any, strike: Strike | None = None) -> None:
-        """Have a trainer make its sender; do not wait for it, if it is struck meanwhile."""
+        """Have a trainer create its sender. Waits until it has, unless the strike comes meanwhile."""
         order = (start_sender, *self.lead(), strike)
         if strike is not None and strike.at is TrainerPoint.CONNECT:
             trainer.tell(*order)
@@ -212,12 +212,12 @@ class Fleet(abc.ABC):
             trainer.do(*order)
 
     def follow(self, worker: Any, version: int) -> None:
-        """Have a worker receive until that version is served."""
+        """Have a worker receive until it serves this version, without waiting."""
         if self.receives:
             worker.tell(follow, version)
 
     def followed(self, worker: Any, polling: bool = False) -> None:
-        """Wait until it is; ``polling``: the trainer polls meanwhile."""
+        """Wait until the worker serves the version of `follow`; the trainer polls meanwhile if ``polling``."""
         if self.receives:
             if polling:
                 self.poll_until(worker.answered)
@@ -232,14 +232,14 @@ class Fleet(abc.ABC):
             time.sleep(0.005)
 
     def start(self) -> None:
-        """Make both receivers and the sender, and have both workers serve version 1."""
+        """Create both receivers and the sender, and send version 1 to both workers."""
         for worker in (self.victim, self.other):
             self.start_receiver(worker)
         self.start_sender(self.trainer)
         self.send_to_all(1)
 
     def send_to_all(self, version: int) -> None:
-        """A send that both workers apply."""
+        """Send a version, and check that both workers apply it."""
         for worker in (self.victim, self.other):
             self.follow(worker, version)
         report = self.trainer.do(send, float(version))
@@ -249,7 +249,7 @@ class Fleet(abc.ABC):
             assert (version, {float(version)}) == worker.do(holds)
 
     def send_without_the_victim(self, version: int) -> SyncReport:
-        """A send that costs the deadline: the other worker has all the time it needs, the victim then a short one."""
+        """Send while the victim does not answer: first wait for the other worker, then for a short deadline."""
         self.follow(self.other, version)
         self.trainer.do(send_async, float(version))
         self.followed(self.other, polling=True)
@@ -257,7 +257,11 @@ class Fleet(abc.ABC):
         return report
 
     def goes_on(self, version: int) -> None:
-        """The next send works, or says precisely why not, and works without the dead."""
+        """Check the next send after the victim's loss.
+
+        The send works if a worker can replace the victim. Otherwise its report names the reason, and sends work again
+        once the victim is removed.
+        """
         why_not = self.readmit()
         if not why_not:
             self.send_to_all(version)
@@ -270,7 +274,7 @@ class Fleet(abc.ABC):
         self.goes_on_without_the_victim(version + 1)
 
     def goes_on_without_the_victim(self, version: int) -> None:
-        """Its worker is removed, and the other is served."""
+        """Remove the victim from the sender's workers, and check that the other worker applies the next send."""
         self.trainer.do(remove_worker, 0)
         self.follow(self.other, version)
         assert self.trainer.do(send, float(version)).ok

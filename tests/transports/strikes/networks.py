@@ -1,4 +1,4 @@
-"""Fleets whose victim is reached through a network that can fail: over TCP pipes, RPC and torch.distributed's store."""
+"""Fleets whose victim is behind a network that can fail: over TCP pipes, RPC and torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from severed import HERE, Failure, Network, Wire
 from weightsync import MultiProcessWeightSyncScheme
 from weightsync.clock import Deadline
 
-#: On one machine TensorPipe would take shared memory, which no network carries.
+#: Forces TCP: within one machine TensorPipe would use shared memory.
 OVER_TCP = {**TCP, "rpc_timeout": PATIENCE}
 MIDDLE_NBYTES = 2 * 2**20
 AUTHKEY = b"a secret of both"
 
 
 class Part(enum.StrEnum):
-    """What of the network fails: the way to the store, the link's own connections, or both."""
+    """The part of the network that fails: the connection to the store, the link's connections, or both."""
 
     STORE = "store"
     LINK = "link"
@@ -36,22 +36,22 @@ class Part(enum.StrEnum):
 
 @dataclass
 class Cut:
-    """A fleet that serves version 1, and the network through which its victim is reached."""
+    """A fleet that serves version 1, and the network between its victim and the others."""
 
     fleet: Fleet
     links: Callable[[], list[Wire]]
     store: Wire | None = None
-    #: How much of a payload is carried before the network fails in the middle of it.
+    #: The bytes of a payload that pass before the network fails in the middle of it.
     carried: int = MIDDLE_NBYTES
     #: Whether payloads pass through the network, so that a cut tears them.
     tears: bool = True
-    #: Whether a worker can tell that its link was cut.
+    #: Whether a worker notices that its link was cut.
     heard: bool = True
-    #: Adds the victim again over a new link; None: its transport cannot.
+    #: Adds the victim again over a new link. None if its transport cannot.
     readmit: Callable[[], None] | None = None
 
     def fail(self, part: Part, failure: Failure) -> None:
-        """Have that part of the network fail."""
+        """Let this part of the network fail."""
         if part is not Part.LINK:
             assert self.store is not None
             self.store.fail(failure)
@@ -59,7 +59,7 @@ class Cut:
             wire.fail(failure)
 
     def in_the_middle(self, act: Callable[[], None]) -> None:
-        """Have it done once half of the next payload has come to the link's wire."""
+        """Call ``act`` once a wire of the link has carried `carried` bytes of the next payload."""
         wires = self.links()
         assert wires, "the link does not pass through the network"
         for wire in wires:
@@ -67,7 +67,7 @@ class Cut:
 
 
 class TcpFleet(PipeFleet):
-    """Pipes over TCP, as between hosts: the victim's goes through a wire."""
+    """Workers behind pipes of which the victim's is a TCP connection, as between hosts, through a wire."""
 
     def __init__(self, crew: Crew) -> None:
         super().__init__(crew, MultiProcessWeightSyncScheme)
@@ -87,23 +87,24 @@ class TcpFleet(PipeFleet):
 
 
 def dial(setup: Any, port: int) -> None:
-    """Have the pipe to the trainer be a connection over TCP."""
+    """Replace the worker's pipe to the trainer by a TCP connection."""
     setup.pipe.close()
     setup.pipe = Client((HERE, port), authkey=AUTHKEY)
 
 
 class WiredWorld(World):
-    """An RPC world whose worker 0 is reached, and reaches others, through a network.
+    """An RPC world in which all calls to and from worker 0 pass through a network.
 
-    TensorPipe takes no proxy. Its ranks tell each other through the store where they listen, and that is rewritten on
-    its way (tests/severed.py), so that the connections that carry calls pass through wires of ours. Those that carry
-    tensors are agreed upon over the first ones, and pass by any wire: a cut ends calls, not tensors.
+    TensorPipe has no option for a proxy. Its ranks announce their addresses in the store, and tests/severed.py rewrites
+    these addresses in transit, so that the connections of calls pass through wires. TensorPipe negotiates the
+    connections for tensors over those of the calls, and these bypass the wires: a cut ends calls, not transfers of
+    tensors.
     """
 
     network: Network
 
     def begin(self) -> None:
-        """Let all of them join: worker 0 through the network."""
+        """Let all processes join the world, worker 0 through the network."""
         port = free_port()
         everybody = [self.trainer, *self.workers]
         for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
@@ -138,6 +139,6 @@ def over_rpc(world: WiredWorld) -> Cut:
 
 
 def over_store(crew: Crew, port: int, network: Network) -> Cut:
-    """Worker 0 announces where it listens in the store, and that is rewritten on its way (tests/severed.py)."""
+    """A fleet whose worker 0 announces its address in the store; tests/severed.py rewrites it in transit."""
     fleet = StoreFleet(crew, port, network.port)
     return Cut(fleet, lambda: list(network.peers.values()), network.store, readmit=fleet.link_again)

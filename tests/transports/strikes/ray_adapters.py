@@ -1,4 +1,4 @@
-"""The adapter of `fleets.Fleet` for Ray, and its actors."""
+"""The subclass of `fleets.Fleet` for Ray, and its actors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.transports.ray import client as call_clients
 
 
 class StrikableActor(ray_fleet.Bench, WeightSyncActor):
-    """An actor that may be struck, and may lead."""
+    """An actor that may be struck, as a worker or as the trainer."""
 
     def start_over(self) -> None:
         for scheme in getattr(self, "schemes", []):
@@ -26,7 +26,7 @@ class StrikableActor(ray_fleet.Bench, WeightSyncActor):
 
 
 class Actor(Process):
-    """An actor, asked like a process. Ray may restart it once it is dead: `RayFleet.readmit` finds its next life."""
+    """An actor with the interface of a process. Ray may restart a dead actor: see `RayFleet.readmit`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -45,9 +45,9 @@ class Actor(Process):
 
 
 class RayFleet(Fleet):
-    """Two actors, and a trainer in the test's process or in an actor of its own.
+    """Two actors as workers, and a trainer in the test's process or in a third actor.
 
-    An actor reads nothing on its own: it reaches a point in the call that carries the weights.
+    An actor does not read links by itself: it reaches a strike's point in the call that carries the weights.
     """
 
     worker_payload = (Place(applier.__name__, "Applier", "verified", after=True),)
@@ -80,7 +80,7 @@ class RayFleet(Fleet):
 
 
 def join_by_calls(setup: Any) -> None:
-    """Make a receiver that calls drive."""
+    """Create a receiver that is driven by calls."""
     setup.model = setup.policy = megabytes()
     scheme = RayWeightSyncScheme()
     setup.schemes.append(scheme)

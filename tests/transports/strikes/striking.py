@@ -1,6 +1,6 @@
-"""The points of a send at which a process is killed or stopped, and what the processes of a fleet are asked to do.
+"""The points of a send at which a process is killed or stopped, and the functions that a fleet's processes run.
 
-A process strikes itself, so that it is struck exactly at its point. A transport is reached through its `fleets.Fleet`.
+A process sends the signal to itself, exactly at the point. See `fleets.Fleet` for the transports.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from weightsync.engine import parts
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 from weightsync.weights.tree_digest import CHUNK
 
-#: Seconds that a send waits for a process that is stopped.
+#: The deadline, in seconds, of a send to a stopped process.
 SHORT = 0.5
 
 
 class Signal(enum.IntEnum):
-    """What a process is sent."""
+    """The signal of a strike."""
 
     KILL = signal.SIGKILL
     STOP = signal.SIGSTOP
 
 
 class WorkerPoint(enum.StrEnum):
-    """Where a worker is struck."""
+    """The points of a send at which a worker is struck."""
 
     AHEAD = "before the handshake"
     HANDSHAKE = "at the handshake"
@@ -49,7 +49,7 @@ class WorkerPoint(enum.StrEnum):
 
 
 class TrainerPoint(enum.StrEnum):
-    """Where a trainer is struck."""
+    """The points of a send at which a trainer is struck."""
 
     CONNECT = "before its hello leaves"
     DISPATCH = "before the dispatch"
@@ -70,23 +70,23 @@ _SENT = {
     TrainerPoint.DISPATCH: SenderInput.SEND,
     TrainerPoint.ANSWERED: SenderInput.REPLY,
 }
-#: Struck from without.
+#: The points at which the test sends the signal from outside the process.
 FROM_WITHOUT = (WorkerPoint.IDLE, WorkerPoint.OUTSTANDING, TrainerPoint.IDLE, TrainerPoint.OUTSTANDING)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A function of ours in which payloads are on their way: struck as it begins, or, ``after``, as it has ended."""
+    """A function in the middle of a payload: the strike comes as it begins, or as it returns if ``after``."""
 
     module: str
     owner: str
     name: str
-    #: Which of its calls.
+    #: The number of the call at which the strike comes, from 1.
     time: int = 1
     after: bool = False
 
     def arm(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called there."""
+        """Patch the function so that it calls ``act`` there."""
         holder: Any = importlib.import_module(self.module)
         holder = getattr(holder, self.owner) if self.owner else holder
         real, left = getattr(holder, self.name), [self.time]
@@ -109,15 +109,15 @@ class Strike:
 
     at: WorkerPoint | TrainerPoint
     sent: Signal
-    #: Where payloads are on their way; the first of these that is called.
+    #: The candidates for a strike in mid-payload: the first of these functions that is called strikes.
     mid_payload: tuple[Place, ...]
 
     def now(self) -> None:
-        """Be struck, here and now."""
+        """Send the signal to this process."""
         os.kill(os.getpid(), self.sent)
 
     def ahead(self) -> None:
-        """Be struck before there is a receiver, or be armed for what needs none."""
+        """Strike before the receiver exists, or arm the functions of a strike in mid-payload."""
         if self.at is WorkerPoint.AHEAD:
             self.now()
         elif self.at in (WorkerPoint.PAYLOAD, TrainerPoint.PAYLOAD):
@@ -136,7 +136,7 @@ class Strike:
         return struck
 
     def arm(self, machine: Any) -> None:
-        """Have this process struck as its machine takes the input that stands for the point."""
+        """Strike this process when its machine takes the input that stands for the point."""
         inputs: dict[Any, Any] = {**_RECEIVED, **_SENT}
         if self.at not in inputs:
             return
@@ -150,15 +150,15 @@ class Strike:
 
 
 def megabytes(fill: float = 0.0) -> nn.Module:
-    """Weights that no pipe and no socket holds at once: 4 MiB."""
+    """Weights of 4 MiB, more than the buffers of a pipe or a socket hold."""
     return filled(nn.Linear(1024, 1024), fill)
 
 
-# ------------------------------------------------------------------------------------------- run in the processes
+# -------------------------------------------------------------------------------- functions run in the processes
 
 
 def start_receiver(setup: Any, join: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
-    """Make a receiver, which may be struck later; or be struck first."""
+    """Create the receiver, and arm its strike. A strike before the handshake comes first."""
     if strike is not None:
         strike.ahead()
     join(setup, *arguments)
@@ -167,7 +167,7 @@ def start_receiver(setup: Any, join: Callable[..., None], arguments: tuple[Any, 
 
 
 def start_sender(setup: Any, lead: Callable[..., None], arguments: tuple[Any, ...], strike: Strike | None) -> None:
-    """Make a sender; armed before its links are created."""
+    """Create the sender. A strike at CONNECT is armed before its links are created."""
     if strike is not None and strike.at is TrainerPoint.CONNECT:
         sender = importlib.import_module("weightsync.engine.sender_driver")
         real = sender.SenderMachine
@@ -182,24 +182,24 @@ def start_sender(setup: Any, lead: Callable[..., None], arguments: tuple[Any, ..
 
 
 def arm_sender(setup: Any, strike: Strike) -> None:
-    """Have the trainer struck in its next send."""
+    """Arm a strike of the trainer in its next send."""
     strike.ahead()
     strike.arm(setup.kept["sender"]._driver.machine)
 
 
 def arm_payload(setup: Any, strike: Strike) -> None:
-    """Have this process struck where the next payload is on its way."""
+    """Arm a strike of this process in the middle of the next payload."""
     strike.ahead()
 
 
 def in_parts(setup: Any) -> None:
-    """Have this trainer send payloads in parts of a chunk."""
+    """Make this trainer send payloads in parts of one chunk each."""
     for name, nbytes in (("LEAST_PART", CHUNK), ("LEAST_NBYTES", 2 * CHUNK), ("LEAST_IF_BUSY", 2 * CHUNK)):
         setattr(parts, name, nbytes)
 
 
 def follow(setup: Any, version: int) -> int | None:
-    """Receive until that version is served, and its answer has left."""
+    """Receive until this version is served and acked. Returns the version served."""
     while (setup.receiver.version or 0) < version:
         assert setup.receiver.receive(timeout=PATIENCE)
     while setup.receiver.state is State.AWAITING_ACK:
@@ -209,7 +209,7 @@ def follow(setup: Any, version: int) -> int | None:
 
 
 def follow_anew(setup: Any, before: int | None) -> int | None:
-    """Receive, through losses, until a version of another sender than that of that incarnation is served."""
+    """Receive, through losses, until a version of a sender with another incarnation is served."""
     deadline = Deadline(PATIENCE)
     while setup.receiver.incarnation == before:
         assert not deadline.passed, "no version of the new sender has come"
@@ -220,7 +220,7 @@ def follow_anew(setup: Any, before: int | None) -> int | None:
 
 
 def follow_through(setup: Any, version: int) -> int | None:
-    """Receive, through losses, until that version is served."""
+    """Receive, through losses of links, until this version is served. Returns the version served."""
     deadline = Deadline(PATIENCE)
     while (setup.receiver.version or 0) < version:
         assert not deadline.passed, f"version {version} has not come"
@@ -231,7 +231,7 @@ def follow_through(setup: Any, version: int) -> int | None:
 
 
 def follow_until_gone(setup: Any) -> str:
-    """Receive until the sender is gone; what `receive` then said."""
+    """Receive until the sender is lost. Returns the error's message."""
     try:
         while True:
             setup.receiver.receive(timeout=PATIENCE)
@@ -240,12 +240,12 @@ def follow_until_gone(setup: Any) -> str:
 
 
 def look(setup: Any) -> bool:
-    """Receive for a short while; whether a version went live."""
+    """Receive for a short while. Returns whether a version went live."""
     return bool(setup.receiver.receive(timeout=SHORT))
 
 
 def holds(setup: Any) -> tuple[int | None, set[float]]:
-    """The version served, and the distinct values of the weights: one, if nothing is torn."""
+    """The version served, and the distinct values of the weights: a single one unless the weights are torn."""
     receiver = setup.receiver
     values = {float(end) for tensor in setup.model.state_dict().values() for end in tensor.aminmax()}
     return receiver.version, values
@@ -257,7 +257,7 @@ def incarnation(setup: Any) -> int | None:
 
 
 def send(setup: Any, fill: float, timeout: float = PATIENCE) -> SyncReport:
-    """Send the model filled with that value; the report, whatever is in it."""
+    """Fill the model with a value, and send it. Returns the report, even of a failed send."""
     filled(setup.model, fill)
     report: SyncReport = setup.kept["sender"].send(timeout=timeout, on_failure="report")
     return report
@@ -269,7 +269,7 @@ def send_async(setup: Any, fill: float) -> None:
 
 
 def refill(setup: Any, fill: float) -> None:
-    """Change the model that was sent, after it was sent."""
+    """Overwrite the trainer's model after a send."""
     filled(setup.model, fill)
 
 
@@ -278,7 +278,7 @@ def poll(setup: Any) -> None:
 
 
 def state(setup: Any) -> State:
-    """The sender's."""
+    """The sender's state."""
     found: State = setup.kept["sender"].state
     return found
 
@@ -289,7 +289,7 @@ def close(setup: Any) -> None:
 
 
 def wait_async(setup: Any, timeout: float = PATIENCE) -> tuple[SyncReport, float]:
-    """Wait for the outstanding update: the report, and the seconds that took."""
+    """Wait for the outstanding update. Returns the report and the seconds waited."""
     started = time.monotonic()
     return setup.kept["sender"].wait_async(timeout=timeout, on_failure="report"), time.monotonic() - started
 
@@ -303,12 +303,12 @@ def remove_worker(setup: Any, worker_id: int) -> None:
 
 
 def add_worker(setup: Any, worker_id: int, endpoint: Callable[[Any], Any]) -> None:
-    """Add a worker at the endpoint that a function finds in this process."""
+    """Add a worker at the endpoint that ``endpoint`` returns in this process."""
     setup.kept["sender"].add_worker(worker_id, endpoint(setup))
 
 
 def break_reading(setup: Any, where: str) -> None:
-    """Plant a fault in this process's adapter: whatever its link reads next raises what no link may raise."""
+    """Make the next read of this process's link raise an error that no link may raise."""
 
     def broken() -> list[Any]:
         raise RuntimeError("a fault of the adapter's own")
@@ -319,7 +319,7 @@ def break_reading(setup: Any, where: str) -> None:
 
 
 def struck(pid: int) -> str:
-    """Whether a process is "stopped" or "dead"; empty if it is neither."""
+    """Return "stopped" or "dead" if the process is, and otherwise an empty string."""
     try:
         state = stat_of(pid)[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -328,7 +328,7 @@ def struck(pid: int) -> str:
 
 
 def gone_or_stopped(pid: int) -> str:
-    """Wait until a process is "stopped" or "dead"; which."""
+    """Wait until a process is stopped or dead. Returns "stopped" or "dead"."""
     deadline = Deadline(PATIENCE)
     while not deadline.passed:
         if found := struck(pid):

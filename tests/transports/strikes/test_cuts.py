@@ -1,6 +1,6 @@
-"""A network that fails between one worker and the rest, idle and mid-payload, over each transport (G10).
+"""The network between one worker and the rest fails, idle and mid-payload, over each transport (G10).
 
-Connections are cut, reset, or fall silent: those of the link, of the store where links are announced, or both.
+The connections of the link, those to the store, or both are cut, reset, or fall silent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from striking import abandon, follow_through, follow_until_gone, holds, look, se
 STORE, LINK, ALL = Part
 CUT, RESET, SILENCE = Failure
 LOUD = (CUT, RESET)
-#: These run in `make test`, the rest in `make verify`.
+#: The cases that run in `make test`. The others run in `make verify`.
 DAILY = {("idle", "store", STORE, CUT), ("idle", "store", STORE, SILENCE), ("mid-payload", "tcp", LINK, CUT)}
 
 
 def over(when: str, **transports: Iterable[tuple[Part, Failure]]) -> Any:
-    """A fleet of each transport behind a network, and what of that fails how."""
+    """Parametrize over transports behind a network, the part of the network that fails, and the kind of failure."""
     cases = [
         pytest.param(
             transport,
@@ -52,7 +52,7 @@ def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(cut: Cut, pa
     cut.in_the_middle(lambda: cut.fail(part, failure))
     _is_reported(cut, part)
     if part is not LINK:
-        cut.fleet.victim.end()  # it has no store any more
+        cut.fleet.victim.end()  # its connection to the store is gone
     elif cut.readmit is not None:
         _comes_back(cut)
         return
@@ -73,7 +73,7 @@ def test_g10_a_network_that_fails_idle_is_reported_by_the_next_send(cut: Cut, pa
 
 
 def _is_reported(cut: Cut, part: Part) -> None:
-    """Version 2 is sent: the victim is lost, with the reason, and the other applies it."""
+    """Send version 2, and check that the victim is lost, with a reason, and that the other worker applies it."""
     fleet = cut.fleet
     fleet.follow(fleet.other, 2)
     fleet.victim.tell(follow_until_gone if cut.heard else look)
@@ -81,7 +81,7 @@ def _is_reported(cut: Cut, part: Part) -> None:
     fleet.followed(fleet.other)
     reason = fleet.victim.answer()
 
-    # Without its store a link goes on until that is missed: its update may arrive before.
+    # A link without its store works until the loss is noticed: the update may arrive before that.
     assert report[0].kind in ((LOST, APPLIED) if part is STORE else (LOST,))
     assert report[1].kind is APPLIED
     assert report[0].reason or report[0].kind is APPLIED
@@ -91,7 +91,7 @@ def _is_reported(cut: Cut, part: Part) -> None:
 
 
 def _comes_back(cut: Cut) -> None:
-    """Over a new link the victim is served version 3."""
+    """Add the victim over a new link, and check that it applies version 3."""
     fleet = cut.fleet
     assert cut.readmit is not None
     fleet.victim.tell(follow_through, 3)
@@ -105,7 +105,7 @@ def _comes_back(cut: Cut) -> None:
 
 @over("silent", tcp=[(LINK, SILENCE)], rpc=[(LINK, SILENCE)], store=[(LINK, SILENCE)])
 def test_g10_a_link_that_falls_silent_costs_the_deadline_and_goes_on(cut: Cut, part: Part, failure: Failure) -> None:
-    """Nothing says that anything is wrong with the worker but the deadline."""
+    """Without an end of the connection, only the deadline shows that the worker is unreachable."""
     fleet = cut.fleet
     cut.in_the_middle(lambda: cut.fail(part, failure))
     fleet.victim.tell(look)
@@ -125,7 +125,7 @@ def test_g10_a_link_that_falls_silent_costs_the_deadline_and_goes_on(cut: Cut, p
 @pytest.mark.gloo
 @pytest.mark.parametrize("cut", ["store"], indirect=True)
 def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(cut: Cut) -> None:
-    """What the kernel had taken of it still arrives, which may be the whole."""
+    """The bytes that the kernel has already taken still arrive, possibly the whole payload."""
     fleet = cut.fleet
     cut.in_the_middle(lambda: os.kill(fleet.trainer.pid, signal.SIGKILL))
     for worker in (fleet.victim, fleet.other):

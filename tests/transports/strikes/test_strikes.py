@@ -1,6 +1,7 @@
-"""kill -9 and SIGSTOP of worker and trainer at each point of a send, over each transport (G10).
+"""SIGKILL and SIGSTOP of worker and trainer at each point of a send, over each transport (G10).
 
-A typed outcome by the deadline, nothing torn, the others served; nothing is left behind (tests/conftest.py looks).
+The report has a typed outcome by the deadline, no weights are torn, and the other workers are served. The leak check
+of tests/conftest.py finds no leftovers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from striking import (
 
 from weightsync import AckTimeoutError, State, SyncReport, WorkerLostError
 
-#: Each point over one kind of pipe, and over the others where they differ.
+#: All points over one kind of pipe, and over the other kinds the points at which they differ.
 OVER_PIPES = {
     "pipe": list(WorkerPoint),
     "inline": [WorkerPoint.AHEAD, WorkerPoint.PAYLOAD, WorkerPoint.APPLIED],
@@ -51,8 +52,8 @@ TRAINER = dict.fromkeys(ELSEWHERE, tuple(TrainerPoint))
 STOPPED_TRAINER = dict.fromkeys(ELSEWHERE, (TrainerPoint.DISPATCH, TrainerPoint.PAYLOAD, TrainerPoint.ANSWERED))
 ENDS = dict.fromkeys(ELSEWHERE, ("worker", "trainer"))
 CLOSED = dict.fromkeys((*OVER_PIPES, "store", "fanout"), (WorkerPoint.PAYLOAD,))
-#: Of the points that are struck from without, and of those over other transports than pipes, these run in `make test`;
-#: the rest in `make verify`. Over pipes the former are tests/unit/schemes/test_sending.py's too.
+#: The cases with a signal from outside, or over other transports than pipes, that run in `make test`; the others run in
+#: `make verify`. tests/unit/schemes/test_sending.py, too, sends signals from outside to workers over pipes.
 KILLED_DAILY = {
     ("ray", WorkerPoint.OUTSTANDING),
     ("rpc", WorkerPoint.AHEAD),
@@ -66,7 +67,7 @@ TRAINER_DAILY = {("rpc", TrainerPoint.IDLE), ("store", TrainerPoint.IDLE), ("sto
 
 
 def over(points: dict[str, Iterable[Any]], daily: Any = (), dies: bool = False, led: bool = False) -> Any:
-    """A fleet of each transport, and each point that is tested over it."""
+    """Parametrize over the fleets, and over the points that are tested with each."""
 
     def marks(transport: str, at: Any) -> tuple[Any, ...]:
         everyday = (transport, at) in daily or (transport in OVER_PIPES and at not in FROM_WITHOUT)
@@ -82,7 +83,7 @@ def over(points: dict[str, Iterable[Any]], daily: Any = (), dies: bool = False, 
 
 @over(WORKER, KILLED_DAILY, dies=True)
 def test_g10_a_killed_worker_is_lost_and_the_others_are_served(fleet: Fleet, at: WorkerPoint) -> None:
-    """Killed at that point; then one in its place, or the reason why there is none."""
+    """Kill a worker at each point. Later sends reach its replacement, or name the reason why there is none."""
     report = _killed_from_without(fleet, at) if at in FROM_WITHOUT else _killed(fleet, at)
     version = report.version
 
@@ -123,7 +124,7 @@ def _killed(fleet: Fleet, at: WorkerPoint) -> SyncReport:
 def _killed_from_without(fleet: Fleet, at: WorkerPoint) -> SyncReport:
     fleet.start()
     if at is WorkerPoint.OUTSTANDING:
-        fleet.victim.stop()  # so that it has not answered
+        fleet.victim.stop()  # so that it cannot answer before it is killed
         fleet.trainer.do(send_async, 2.0)
     fleet.victim.kill()
     fleet.follow(fleet.other, 2)
@@ -134,7 +135,7 @@ def _killed_from_without(fleet: Fleet, at: WorkerPoint) -> SyncReport:
 
 @over(WORKER, STOPPED_DAILY)
 def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(fleet: Fleet, at: WorkerPoint) -> None:
-    """Stopped at that point, and resumed once the deadline has passed."""
+    """Stop a worker at each point, and resume it after the deadline."""
     version = _stopped(fleet, at)
     survives = at is WorkerPoint.ANSWERED and LOST not in fleet.answered
     report, took = fleet.trainer.do(wait_async, *(() if survives else (SHORT,)))
@@ -148,7 +149,7 @@ def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(flee
             report.raise_on_failure()
         assert (0,) == tuple(late.value.pending)
         assert fleet.trainer.do(state) is State.PENDING_ASYNC
-    fleet.trainer.do(refill, 99.0)  # what was sent is what the model held at the send
+    fleet.trainer.do(refill, 99.0)  # a worker must get the weights as they were at the send
     fleet.victim.resume()
     if at is WorkerPoint.AHEAD:
         fleet.victim.answer()
@@ -161,7 +162,7 @@ def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(flee
 
 
 def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
-    """Stop the victim at that point of a send that the other worker applies; the version sent."""
+    """Stop the victim at a point of a send that the other worker applies. Returns the version sent."""
     version = 2 if at in FROM_WITHOUT else 1
     fleet.outlast_stops()
     if at in FROM_WITHOUT:
@@ -182,7 +183,7 @@ def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
 
 @over(TRAINER, TRAINER_DAILY, dies=True, led=True)
 def test_g10_a_killed_trainer_leaves_whole_weights_and_room_for_the_next(fleet: Fleet, at: TrainerPoint) -> None:
-    """Killed at that point; its workers notice, and a new trainer takes over."""
+    """Kill the trainer at each point. The workers notice, and a new trainer takes over."""
     workers = fleet.victim, fleet.other
     for worker in workers:
         fleet.start_receiver(worker)
@@ -225,7 +226,7 @@ def _strike_trainer(fleet: Fleet, at: TrainerPoint, sent: Signal) -> None:
 
 @over(STOPPED_TRAINER, led=True)
 def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: TrainerPoint) -> None:
-    """Stopped at that point, while its workers look; resumed, its send reaches them."""
+    """Stop the trainer at each point while its workers receive. Once it is resumed, its send reaches them."""
     fleet.outlast_stops()
     workers = fleet.victim, fleet.other
     for worker in workers:
@@ -245,7 +246,7 @@ def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: Tra
 
 @over(CLOSED, {("store", WorkerPoint.PAYLOAD)})
 def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fleet, at: WorkerPoint) -> None:
-    """Its close waits for no answer; the worker serves the whole update, or nothing of it."""
+    """The close does not wait for the worker's answer, and the worker serves the whole update or nothing of it."""
     before = segments()
     fleet.outlast_stops()
     fleet.start_receiver(fleet.victim, Strike(at, Signal.STOP, fleet.worker_payload))
@@ -266,13 +267,13 @@ def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fle
             fleet.followed(worker)
         assert worker.do(holds) in [(1, {3.0}), (None, {0.0})]
     fleet.victim.kill()
-    gc.collect()  # errors that earlier tests have caught hold frames, and those hold buffers
+    gc.collect()  # errors caught by earlier tests keep frames, and thereby buffers, alive
     assert segments() <= before
 
 
 @over(ENDS)
 def test_an_adapter_that_raises_loses_its_link_with_the_reason(fleet: Fleet, at: str) -> None:
-    """Its fault, at either end, costs that worker, and nobody else; a new link brings it back."""
+    """A fault of the adapter, at either end, loses that worker alone; a new link brings the worker back."""
     fleet.start()
     (fleet.victim if at == "worker" else fleet.trainer).do(break_reading, at)
     fleet.follow(fleet.other, 2)

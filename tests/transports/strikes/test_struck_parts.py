@@ -1,4 +1,4 @@
-"""kill -9 and SIGSTOP of worker and trainer while a payload travels in parts, before its update (G10)."""
+"""SIGKILL and SIGSTOP of worker and trainer while a payload travels in parts, before its update (G10)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def over_store(crew: Crew, store: object) -> Iterator[StorePartsFleet]:
 @pytest.fixture
 def over_pipes(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipePartsFleet]:
     for name in ("LEAST_PART", "LEAST_NBYTES", "LEAST_IF_BUSY"):
-        monkeypatch.setattr(parts, name, getattr(parts, name))  # `in_parts` changes them in this process
+        monkeypatch.setattr(parts, name, getattr(parts, name))  # monkeypatch restores what `in_parts` sets
     in_parts(None)
     made = PipePartsFleet(crew)
     made.start()
@@ -51,13 +51,13 @@ def over_pipes(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipePart
 
 @pytest.fixture(params=["over_pipes", pytest.param("over_store", marks=pytest.mark.gloo)])
 def fleet(request: pytest.FixtureRequest) -> PipePartsFleet | StorePartsFleet:
-    """A fleet whose workers serve version 3, and whose next payload travels in parts."""
+    """A fleet whose workers serve version 3 and whose next payload travels in parts."""
     made: PipePartsFleet | StorePartsFleet = request.getfixturevalue(request.param)
     return made
 
 
 def strike_worker(fleet: PipePartsFleet | StorePartsFleet, sent: Signal) -> None:
-    """Have the victim struck at the third part of the next payload."""
+    """Arm a strike of the victim at the third part of the next payload."""
     fleet.victim.do(arm_payload, Strike(WorkerPoint.PAYLOAD, sent, fleet.worker_payload))
     for worker in (fleet.victim, fleet.other):
         fleet.follow(worker, 4)
@@ -87,7 +87,7 @@ def test_g10_a_worker_stopped_amid_parts_costs_the_deadline_and_its_late_answer_
     report, _ = fleet.trainer.do(wait_async, SHORT)
 
     assert (TIMED_OUT, APPLIED) == kinds(report)
-    fleet.trainer.do(refill, 99.0)  # what was sent is what the model held at the send
+    fleet.trainer.do(refill, 99.0)  # a worker must get the weights as they were at the send
     fleet.victim.resume()
     fleet.followed(fleet.victim, polling=True)
     assert fleet.trainer.do(wait_async)[0].ok
