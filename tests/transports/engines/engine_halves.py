@@ -1,7 +1,7 @@
-"""Stand-ins for the packages `vllm` and `sglang`: the functions that carriers call, and the engine's half of each.
+"""Stand-ins for the packages `vllm` and `sglang`: the functions that carriers call, and the engine's half of transfers.
 
-Names, arguments and the fields of messages are those of vLLM 0.33 and SGLang 0.5. Tensors travel over a socket, or by
-a look into the trainer's memory.
+Names, arguments and the fields of messages are those of vLLM 0.33 and SGLang 0.5. Tensors travel over sockets, or are
+read from the trainer's memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from weightsync.clock import Deadline
 from weightsync.schemes.engines.client import Bucket
 from weightsync.schemes.engines.ipc import VLLMIPCCarrier
 
-#: What the one GPU of these tests is called.
+#: The UUID of the only GPU in these tests.
 GPU = "GPU-4711"
 MIB = 1 << 20
 
 
 class Wire:
-    """In place of NCCL: rank 0 has a connection to each other rank. A tensor is sent as a pickle."""
+    """A stand-in for NCCL: rank 0 has a connection to each other rank, and sends tensors as pickles."""
 
-    #: Set: a broadcast lasts until the group is ended, as one whose peer is gone.
+    #: While this is set, a broadcast hangs until its group is ended, as if the peer were gone.
     hangs = threading.Event()
-    #: Set while one of them does.
+    #: Set once a broadcast hangs.
     hanging = threading.Event()
 
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
@@ -104,7 +104,7 @@ class NCCLWeightTransferUpdateInfo:
 
 
 class Communicator:
-    """In place of vLLM's ``PyNcclCommunicator``."""
+    """A stand-in for vLLM's ``PyNcclCommunicator``."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         self.disabled = False
@@ -123,7 +123,7 @@ def trainer_init(init_info: Any, rank: int = 0) -> Communicator:
 
 
 class NCCLHalf:
-    """vLLM's ``NCCLWeightTransferEngine``: one worker's."""
+    """A stand-in for vLLM's ``NCCLWeightTransferEngine`` in one of its workers."""
 
     def __init__(self) -> None:
         self.group: Communicator | None = None
@@ -146,7 +146,7 @@ class NCCLHalf:
         return found
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def finish(self) -> Bucket:
         return []
@@ -157,7 +157,7 @@ class NCCLHalf:
 
 
 def empty(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> Bucket:
-    """Where tensors are received."""
+    """Named empty tensors to receive into."""
     return [
         (name, torch.empty(shape, dtype=getattr(torch, dtype)))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
@@ -181,12 +181,12 @@ class IPCWeightTransferUpdateInfo:
         assert len(self.ipc_handles) == len(self.names)
 
 
-#: The trainer's memory, as another process sees it: what was freed is gone.
+#: The tensors that the trainer exports, as another process sees them: those it has freed are missing.
 MEMORY: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 class PosedIPC(VLLMIPCCarrier):
-    """Exports from `MEMORY` instead of a GPU's."""
+    """A carrier that exports tensors to `MEMORY` instead of a GPU's memory."""
 
     def _exported(self, tensor: Tensor, device: torch.device) -> tuple[str, tuple[Any, ...]]:
         copy = tensor.clone()
@@ -196,7 +196,7 @@ class PosedIPC(VLLMIPCCarrier):
 
 
 class IPCHalf:
-    """vLLM's ``IPCWeightTransferEngine``; it reads the trainer's memory again when the version is finished."""
+    """A stand-in for vLLM's ``IPCWeightTransferEngine``. It reads the trainer's memory again in `finish`."""
 
     def __init__(self) -> None:
         self._views: list[tuple[str, int]] = []
@@ -217,14 +217,14 @@ class IPCHalf:
         return [(name, MEMORY[handle].clone()) for name, handle in self._views]
 
     def end(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 # ----------------------------------------------------------------------------------------------------- SGLang
 
 
 class Work:
-    """In place of torch's, of a broadcast that is over or never will be."""
+    """A stand-in for torch's ``Work``, of a broadcast that is complete or never will be."""
 
     def __init__(self, over: bool) -> None:
         self._over = over
@@ -238,7 +238,7 @@ class Work:
 
 
 class Group:
-    """In place of a ``ProcessGroup``."""
+    """A stand-in for torch's ``ProcessGroup``."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         self._wire = Wire(address, port, rank, world_size)
@@ -273,7 +273,7 @@ def init_custom_process_group(  # noqa: PLR0917 - as SGLang has it
 
 
 class SGLangHalf:
-    """What an SGLang server's worker does of ``update_weights_from_distributed``."""
+    """An SGLang worker's part of ``update_weights_from_distributed``."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
@@ -303,7 +303,7 @@ class SGLangHalf:
 
 
 def install(patch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
-    """Make modules importable, with the packages that they are in, for the time of a test."""
+    """Make modules and their parent packages importable until the end of a test."""
     for name, members in contents.items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
@@ -318,7 +318,7 @@ def install_vllm(patch: pytest.MonkeyPatch) -> None:
 
 
 def install_older_vllm(patch: pytest.MonkeyPatch) -> None:
-    """As before 0.24: the function was a static method."""
+    """Install a vLLM as before 0.24, where ``trainer_init`` was a static method."""
     engine = type("NCCLWeightTransferEngine", (), {"trainer_init": staticmethod(trainer_init)})
     install(patch, {"vllm.distributed.weight_transfer.nccl_engine": {"NCCLWeightTransferEngine": engine}})
 

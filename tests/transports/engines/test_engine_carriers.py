@@ -1,4 +1,4 @@
-"""The carriers of vLLM's and SGLang's own transfers, against engines that have the other half of each."""
+"""Carriers of vLLM's and SGLang's own transfers, with stand-ins for the engines' halves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from weightsync.torchrl import llm
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's environment that has vLLM."""
+    """Install a stand-in for vLLM in the trainer's environment."""
     install_vllm(monkeypatch)
     Wire.hangs.clear()
     Wire.hanging.clear()
@@ -54,13 +54,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's environment that has SGLang."""
+    """Install a stand-in for SGLang in the trainer's environment."""
     install_sglang(monkeypatch)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has a GPU."""
+    """Make torch report a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for name in ("synchronize", "ipc_collect"):
@@ -108,7 +108,7 @@ def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeig
     return scheme
 
 
-# ------------------------------------------------------------------------------------------- what every carrier does
+# ------------------------------------------------------------------------------------------- all carriers
 
 
 @over_each
@@ -156,7 +156,7 @@ def test_an_engine_that_stalls_times_out_and_close_ends_the_call(make: Make, upd
     assert server.hung_up.wait(PATIENCE)
 
 
-# ----------------------------------------------------------------------------------------------------- by a group
+# ------------------------------------------------------------------------------------------- carriers over a group
 
 
 @pytest.mark.parametrize("make", [vllm_over_nccl, sglang_over_nccl])
@@ -184,7 +184,7 @@ def test_close_ends_a_broadcast_that_hangs(make: Make, server: EngineServer) -> 
         scheme.get_sender().send_async()
         assert Wire.hanging.wait(PATIENCE)
     Wire.hangs.clear()
-    server.half.end()  # its own receive, which waits for the tensors
+    server.half.end()  # ends the engine's receive, which still waits for the tensors
 
 
 def test_a_group_that_was_given_up_is_not_used_again_and_the_next_meets_elsewhere(server: EngineServer) -> None:
@@ -248,11 +248,11 @@ def test_torchrls_vllm_scheme_takes_vllms_own_transfer_unless_told_otherwise(ser
     sender.shutdown()
 
 
-# ------------------------------------------------------------------------------------------- by the trainer's memory
+# ------------------------------------------------------------------------------ carriers over the trainer's memory
 
 
 class Handle:
-    """An engine in this process, with the methods of vLLM's and its half of "ipc"."""
+    """A fake engine in this process, with vLLM's methods and its half of "ipc"."""
 
     def __init__(self) -> None:
         self.half, self.weights = IPCHalf(), {}
@@ -261,7 +261,7 @@ class Handle:
         self.half.init(request["init_info"])
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def update_weights(self, request: dict[str, Any]) -> None:
         assert "ipc_handles" in request["update_info"], "what is no HTTP call needs no pickle"
@@ -289,7 +289,7 @@ def test_the_memory_is_freed_when_an_engine_fails_too(server: EngineServer) -> N
         assert dict(MEMORY) == {}
 
 
-# -------------------------------------------------------------------------------------------------- what is missing
+# ------------------------------------------------------------------------------------ missing devices and packages
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_an_engine_that_is_not_installed_here_is_named_with_the_remedy(
         carrier(2, device="cpu")
 
 
-# -------------------------------------------------------------------------------------------------- the real things
+# ------------------------------------------------------------------------------------------ with the real packages
 
 
 @pytest.mark.gpu
@@ -372,7 +372,7 @@ def test_another_process_reads_an_exported_tensor_from_the_gpu() -> None:
 
 
 def read_exported(pipe: Any, handles: list[dict[str, tuple[Any, ...]]]) -> None:
-    """As vLLM's worker does, whose device may have another number: the seventh argument."""
+    """Read the handles as vLLM's worker does. The device, the seventh argument, may have another number there."""
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     sums = []
     for handle in handles:

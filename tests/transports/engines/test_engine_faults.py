@@ -1,4 +1,4 @@
-"""Each fault of an engine in each phase of an update: outcome, evidence and message say what is true of it."""
+"""Each fault of an engine in each phase of an update has the correct outcome, evidence and message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from weightsync import EngineWeightSyncScheme, Evidence, Outcome, OutcomeKind, SGLangEngine, VLLMEngine
 from weightsync.schemes.engines.client import Engine
 
-#: The calls of each kind of engine: the route, which of its calls, and the stage of the update.
+#: The calls of each kind of engine: the route, the index of its call, and the stage of the update.
 TENSOR = "update_weights_from_tensor"
 CALLS = {
     "vllm": [
@@ -36,8 +36,8 @@ CALLS = {
     ],
     "sglang with a carrier": [("init_weights_update_group", 0, "join")],
 }
-#: Faults: turned away; sent elsewhere; failed, before or after the deed, or with the status of success; hung up
-#: likewise, or amid the answer; what is no engine's answer.
+#: Faults: a request is rejected or redirected; fails before or after it took effect, or with a success status; the
+#: connection is closed before, after or amid the answer; the answer is garbage; there is no answer.
 TURNED_AWAY, FAILED, HUNG_UP = (
     (404, 307),
     ("500", "500 after", "unsuccessful", "wrong"),
@@ -49,23 +49,23 @@ KEPT = "has the weights that it had"
 PERHAPS_PAUSED = f"{KEPT}, and may be paused"
 TORN = "may hold parts of two versions, and stays paused"
 LOADED = "has loaded the version, but did not confirm that it resumed, and may be paused"
-#: What a stage leaves if it fails; only engines that may be paused or torn are lost, and those that hung up.
+#: The state of the engine after a failure in each stage. An engine that may be paused or torn, or hung up, is lost.
 LEAVES = {
     **{"join": KEPT, "pause": PERHAPS_PAUSED, "begin": TORN, "change": TORN},
     **dict.fromkeys(("flush", "reset", "resume"), LOADED),
 }
 REFUSED = {
     "join": {*TURNED_AWAY, *FAILED, "garbage"},
-    "pause": {*TURNED_AWAY, *FAILED, "garbage"},  # it may be paused, and is told to go on
+    "pause": {*TURNED_AWAY, *FAILED, "garbage"},  # the engine may be paused, and is told to resume
     "begin": set(TURNED_AWAY),
 }
 
 
 def expected(stage: str, fault: int | str) -> OutcomeKind:
     if (stage, fault) == ("flush", "garbage"):
-        return OutcomeKind.APPLIED  # SGLang answers this one in words
+        return OutcomeKind.APPLIED  # SGLang answers this call in plain text
     if (stage, fault) == ("reset", "unsuccessful"):
-        return OutcomeKind.APPLIED  # its requests hold parts of the prefix cache
+        return OutcomeKind.APPLIED  # running requests hold parts of the prefix cache
     if fault == "stall":
         return OutcomeKind.TIMED_OUT
     return OutcomeKind.REFUSED if fault in REFUSED.get(stage, ()) else OutcomeKind.LOST
@@ -96,7 +96,7 @@ def outcome_of(sender: Any, server: EngineServer, fault: int | str) -> Outcome:
 
 
 def let_go_on(sender: Any, server: EngineServer, engine: Engine, kind: OutcomeKind) -> None:
-    """Do what the outcome's message says is to be done next."""
+    """Recover as the outcome's message says."""
     if kind is OutcomeKind.LOST:
         server.restart()
         sender.add_worker(0, engine)

@@ -1,4 +1,4 @@
-"""Engines behind their HTTP routes: each outcome is typed, and rests on no more than the call that shows it."""
+"""Engines behind HTTP routes: each outcome is typed, and its evidence is the call that it rests on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = {
 
 
 class World:
-    """A trainer and its engines."""
+    """A trainer, its engines, and a fake server."""
 
     def __init__(self, make: Callable[..., Engine], update: str, pause: str) -> None:
         self.make, self.update, self.pause = make, update, pause
@@ -60,7 +60,7 @@ class World:
 
 
 def ends_of_this_process() -> tuple[int, list[str]]:
-    """How many sockets are open, and which threads of ours run."""
+    """The number of open sockets, and the names of the running weightsync threads."""
     names = sorted(each.name for each in threading.enumerate() if each.name.startswith("weightsync"))
     sockets = 0
     for each in Path("/proc/self/fd").iterdir():
@@ -71,13 +71,13 @@ def ends_of_this_process() -> tuple[int, list[str]]:
 
 @pytest.fixture(params=list(KINDS))
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """An engine of each kind in turn. Nothing of it outlives the test."""
+    """A world with an engine of each kind. Checks that no socket and no thread outlives the test."""
     sockets, threads = ends_of_this_process()
     made = World(*KINDS[request.param])
     yield made
     made.scheme.close()
     made.server.die()
-    # Ray, where this process has a cluster, opens and closes a few of its own meanwhile.
+    # Ray, if this process is connected to a cluster, opens and closes a few sockets meanwhile.
     waited = Deadline(10.0)
     while ends_of_this_process()[0] > sockets and not waited.passed:
         time.sleep(0.05)
@@ -166,7 +166,7 @@ def test_a_close_amid_a_version_logs_what_the_engine_is_left_with(
 def test_a_close_while_an_engine_is_being_paused_has_it_resume(
     world: World, answers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a pause waits for long requests, and the trainer is interrupted."""
+    """For example, a pause waits for long requests when the trainer is interrupted."""
     world.start()
     resume = "resume" if world.update == "update_weights" else "continue_generation"
     world.server.plan[world.pause] = ["stall after"]
@@ -193,7 +193,7 @@ def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> 
 
 
 class Moody(nn.Linear):
-    """Has extra state."""
+    """A module with extra state."""
 
     def get_extra_state(self) -> int:
         return 3
@@ -313,7 +313,7 @@ def test_a_carrier_is_told_to_give_up_when_its_engine_fails(server: EngineServer
 
 
 def test_a_carrier_is_told_to_give_up_when_its_call_cannot_be_made() -> None:
-    """And its thread ends: it would keep a bucket of the model's tensors."""
+    """The carrier's thread must end, too, since it would keep a bucket of tensors alive."""
     given_up, ended = threading.Event(), threading.Event()
 
     def carry() -> None:
@@ -330,7 +330,7 @@ def test_a_carrier_is_told_to_give_up_when_its_call_cannot_be_made() -> None:
 
 
 class Handle:
-    """An engine in this process, with the methods of vLLM's."""
+    """A fake engine in this process, with vLLM's methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -363,14 +363,14 @@ def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
 
 
 class Unfreeing(Inline):
-    """Cannot free what it has carried."""
+    """A carrier that fails to free its tensors."""
 
     def done(self) -> None:
         raise RuntimeError("the device is gone")
 
 
 def test_a_carrier_that_cannot_free_what_it_carried_changes_no_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    """Each version counted as REFUSED: one that the engine serves, and one that it holds a part of."""
+    """An error of `done` must not change the outcome: one version is served by the engine, one partly loaded."""
     with scheme_with(VLLMEngine(Handle(), Unfreeing()), small(1.0)) as scheme:
         kinds = [scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind for _ in range(2)]
     assert kinds == [OutcomeKind.APPLIED, OutcomeKind.LOST]
@@ -403,7 +403,7 @@ def test_a_vllm_engine_that_could_not_forget_what_old_weights_computed_does_not_
 
 
 class AsyncHandle(Handle):
-    """As an `AsyncLLM`: its methods make coroutines."""
+    """A fake engine with coroutine methods, like an `AsyncLLM`."""
 
     async def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
         self.calls.append("init")
@@ -414,7 +414,7 @@ class AsyncHandle(Handle):
 
 class AsyncCarrier(Inline):
     async def send(self, bucket: Any) -> None:
-        """Never."""
+        """Never awaited."""
 
 
 @pytest.mark.parametrize(
@@ -455,37 +455,37 @@ def test_a_call_that_returned_something_to_await_is_never_acked(phase: str, kind
 
 
 class Own(Engine):
-    """An adapter of somebody's own."""
+    """A user's adapter."""
 
     bucket_bytes, name_map = 1 << 20, None
 
     def open(self) -> None:
-        """Nothing to open."""
+        """Do nothing."""
 
     def load(self, buckets: Any, version: str) -> Any:
         return never()
 
     def abort(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def __str__(self) -> str:
         return "an engine of my own"
 
 
 class Minimal(Engine):
-    """What docs/engines.md asks for, and nothing else."""
+    """An adapter with the methods that docs/engines.md requires, and nothing else."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
 
     def open(self) -> None:
-        """Nothing to open."""
+        """Do nothing."""
 
     def load(self, buckets: Any, version: str) -> None:
         self.loaded += [name for bucket in buckets for name, _ in bucket]
 
     def abort(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def __str__(self) -> str:
         return "a minimal engine"
@@ -499,7 +499,7 @@ def test_an_adapter_with_the_four_methods_and_nothing_else_is_loaded() -> None:
 
 
 class Unstoppable(Minimal):
-    """Its first call ends only when it is let go."""
+    """An adapter whose first `load` ends only when the test sets ``let_go``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -534,7 +534,7 @@ def test_a_version_that_waited_behind_a_call_that_could_not_be_ended_is_not_load
 
 
 class StuckInABucket(Minimal):
-    """Writes each tensor as it comes. The call for the first one ends only when it is let go, whatever `abort` says."""
+    """An adapter that writes tensors as they arrive. Its first `load` hangs, in spite of `abort`, until ``let_go``."""
 
     bucket_bytes = 1
 
@@ -555,7 +555,7 @@ class StuckInABucket(Minimal):
 def test_a_call_that_could_not_be_ended_loads_no_more_of_its_version_beside_a_newer_link(
     newer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rest of its tensors overwrote those of the newer version, which had been acked."""
+    """The rest of its tensors must not overwrite those of the newer version, which has been acked."""
     monkeypatch.setattr(client, "PATIENCE", 0.1)
     engine, source = StuckInABucket(), small(1.0)
     with scheme_with(engine, source) as scheme:
@@ -705,7 +705,7 @@ def test_a_carrier_brings_sglang_its_tensors_too(server: EngineServer) -> None:
 
 def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> None:
     installed("transformers", what="A LANGUAGE MODEL", extra="dev")
-    import transformers  # noqa: PLC0415 - takes seconds
+    import transformers  # noqa: PLC0415 - its import takes seconds
 
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0

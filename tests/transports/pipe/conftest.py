@@ -1,4 +1,4 @@
-"""What the tests of the links share."""
+"""Fixtures of the tests of links."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Pair = tuple[PipeLink, PipeLink]
 
 @pytest.fixture(autouse=True)
 def no_descriptor_is_left() -> Iterator[None]:
-    """Whatever a test opened is closed when it ends."""
+    """Check that each test closes all descriptors that it opens."""
     before = descriptors()
     yield
-    # Ray, where this process has a cluster, opens and closes a few of its own meanwhile.
+    # Ray, if this process is connected to a cluster, opens and closes a few descriptors meanwhile.
     given_up = time.monotonic() + 10
     while set(descriptors()) - set(before) and time.monotonic() < given_up:
         gc.collect()
@@ -35,7 +35,7 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 
 def descriptors() -> dict[int, str]:
-    """The open descriptors of this process, but for those of multiprocessing's own helpers and of the test's trace."""
+    """The open descriptors of this process, except for those of multiprocessing's helpers and of the test's trace."""
     helpers = {_forkserver._forkserver_alive_fd, _resource_tracker._fd}
     found = {}
     for name in os.listdir("/proc/self/fd"):
@@ -48,7 +48,7 @@ def descriptors() -> dict[int, str]:
 
 @pytest.fixture
 def linked() -> Iterator[Callable[..., Pair]]:
-    """Makes two links that are each other's peer, and closes them."""
+    """A function that makes two links over one pipe. They are closed after the test."""
     links: list[PipeLink] = []
 
     def link_both(

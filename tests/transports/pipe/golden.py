@@ -1,9 +1,9 @@
-"""One frame of each kind of message, and of each member of each enum on the wire, byte by byte: golden.json keeps them.
+"""The bytes of one frame for each kind of message, and each member of each enum on the wire, kept in golden.json.
 
-`python tests/transports/pipe/golden.py` pins them anew. It refuses to where a byte has changed under the protocol
-version that golden.json was written for, since a peer of that version would misread it: raise `version` in
-spec/protocol.toml first. `--unreleased` pins all the same: the version was raised since the last release, and nobody
-speaks it yet.
+`python tests/transports/pipe/golden.py` writes golden.json. It refuses if a byte has changed under the protocol version
+for which golden.json was written, since peers of that version would misread it: raise `version` in spec/protocol.toml
+first. `--unreleased` overrides the refusal, for a version that was raised since the last release and that no released
+peer speaks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ON_DEVICE = SlotRef(segment=19, seal=bytes(range(16, 32)), device=bytes(range(3
 
 
 def messages() -> Iterator[tuple[str, Message]]:
-    """Each message by its name here. No field is as by default, so that none can be left out unseen."""
+    """The messages with their names in golden.json. No field has its default, so that an omitted field is noticed."""
     laid: Any = {"layout_digest": _DIGEST, "layout": b"layout"}
     yield (
         "Hello",
@@ -85,25 +85,25 @@ def _report(kind: OutcomeKind) -> SyncReport:
 
 
 def frames() -> dict[str, str]:
-    """The frames as they are now."""
+    """The frames that the code encodes now."""
     return {name: encode(message).hex() for name, message in messages()}
 
 
 def committed() -> tuple[int, Mapping[str, str]]:
-    """The protocol version that the frames were pinned for, and the frames."""
+    """The protocol version and the frames in golden.json."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     return golden["protocol"], golden["frames"]
 
 
 def changed() -> list[str]:
-    """The frames that are not as they were pinned."""
+    """The names of the frames that differ from golden.json."""
     _, before = committed()
     now = frames()
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
 def main(arguments: list[str]) -> int:
-    """Pin the frames; returns the exit status."""
+    """Write golden.json. Returns the exit status."""
     if GOLDEN.is_file() and changed() and committed()[0] == PROTOCOL_VERSION and "--unreleased" not in arguments:
         print(
             f"{', '.join(changed())}: not the bytes of protocol {PROTOCOL_VERSION} any more. Its peers would misread "

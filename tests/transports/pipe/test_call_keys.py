@@ -1,4 +1,4 @@
-"""Calls under a shared key: kept until their sender has proved that it lives, and each believed once."""
+"""Calls under a shared key are kept until their sender has proved that it is alive, and each is accepted once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEY = SharedKey("a secret of both")
 
 
 class Worker:
-    """Who is called, in this very process."""
+    """The fake RPC worker of all calls, which is this process."""
 
     name = "worker"
 
@@ -44,14 +44,14 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "weightsync")
 
 
-# -------------------------------------------------------------------------------- end to end, with RPC's calls faked
+# -------------------------------------------------------------------------------- end to end, over fake RPC calls
 
 
 class Calls:
-    """RPC within this process; a test can change a call in transit."""
+    """A fake of RPC within this process. A test can change a call in transit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        #: Of each call, the link and the frame.
+        #: The link and the frame of each call.
         self.made: list[tuple[str, bytes]] = []
         self.change: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments
         monkeypatch.setattr(module.rpc, "rpc_async", self._call)
@@ -61,7 +61,7 @@ class Calls:
         monkeypatch.setattr(module, "_call_servers", module._CallServers())
         monkeypatch.setattr(module.torch_rpc.api, "_get_current_rpc_agent", lambda: None)
 
-        #: While set, what calls return is held back here.
+        #: While this is a list, the returns of calls are held back here.
         self.held: list[Callable[[], None]] | None = None
 
     def _call(self, worker: Any, function: Any, *, args: tuple[Any, ...], timeout: float) -> Any:
@@ -82,7 +82,7 @@ class Calls:
             self.held.append(lambda: over.set_result(found))
 
     def let_go(self) -> None:
-        """Return what was held back."""
+        """Return the results that were held back."""
         held, self.held = self.held or [], None
         for each in held:
             each()
@@ -152,7 +152,7 @@ def test_a_worker_that_is_called_over_a_replaced_link_first_answers_over_the_new
 def test_a_link_that_was_replaced_before_its_worker_had_proof_is_no_link_of_that_worker_any_more(
     calls: Calls, key: str | None
 ) -> None:
-    """Its goodbye came alone and waited for its handshake: the worker kept the link, and waited for a gone trainer."""
+    """The replaced link's goodbye comes without a handshake, and must not leave the worker waiting for that link."""
     with worker(key, small()) as receiver:
         with trainer(key, small()) as sender:
             calls.held = []
@@ -176,7 +176,7 @@ def test_a_transport_has_the_key_of_the_scheme_that_made_it(calls: Calls) -> Non
         with pytest.raises(WorkerLostError, match="has another key"):
             another.create_transport("worker").send_weights("policy", filled(small(), 66.0), timeout=PATIENCE)
     takes = trains.create_transport()
-    takes_in = takes.receive_weights(timeout=0)  # now it listens
+    takes_in = takes.receive_weights(timeout=0)  # from now on the transport listens
     stranger = another.create_transport("worker")
     with pytest.raises(WorkerLostError, match="has another key"):
         stranger.send_weights("policy", filled(small(), 66.0), timeout=PATIENCE)
@@ -239,7 +239,7 @@ def test_a_stranger_cannot_hang_a_links_calls_up(calls: Calls) -> None:
         assert sync(sender, receiver, filled(small(), 2.0)).version == 2
 
 
-# ---------------------------------------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------------------------------------- single calls
 
 LINK = Identity("calls", "policy", "", "a" * 32)
 
@@ -282,7 +282,7 @@ def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: t
 def test_a_goodbye_is_read_after_calls_that_its_sender_proves_only_with_it(
     call_server: tuple[CallServer, list[Any]], caplog: pytest.LogCaptureFixture, how: Callable[..., Any]
 ) -> None:
-    """The link is closed when the challenge comes, so they are not repeated; or the goodbye overtakes that."""
+    """The sender, whose link is already closed at the challenge, repeats no call; or its goodbye overtakes that."""
     opened, links = call_server
     seal = KeyedSeal(KEY, LINK, "the worker")
     with pytest.raises(Challenged):

@@ -1,4 +1,4 @@
-"""A call server delivers calls of any thread, in any order, in the order of their numbers, and answers each once.
+"""A call server delivers calls from any thread in the order of their numbers, and answers each once.
 
 No call waits for one that never comes.
 """
@@ -46,7 +46,7 @@ def opened() -> Any:
 
 
 def brought(link: Any) -> list[int]:
-    """The numbers of the calls that were delivered."""
+    """The numbers of the calls that the link has delivered."""
     return [one.message.version - 1 for one in link.receive()]
 
 
@@ -177,7 +177,7 @@ def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
 
 
 def test_the_last_words_of_an_old_link_are_kept_although_many_younger_ones_have_ended_before_it(opened: Any) -> None:
-    """As those of a trainer that is taken over from, where a former one has tried to come back again and again."""
+    """Many younger links end, for example, if a former trainer tries again and again to come back."""
     call_server, links = opened
     answer = call_server.submit(parcel(0))
     links[0].send(ack(1))
@@ -216,7 +216,7 @@ def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_com
 
 @pytest.mark.parametrize("early", [False, True], ids=["while the receiver listens", "before it listens"])
 def test_no_call_of_a_link_is_processed_before_the_receiver_has_the_link(early: bool) -> None:
-    """It would find a receiver without a link, and end its own."""
+    """The call would find a receiver without this link, and end the link."""
     call_server, begun, let_go, links = CallServer("m"), threading.Event(), threading.Event(), []
 
     def accept(link: Any) -> None:
@@ -377,7 +377,7 @@ def test_a_malformed_call_that_waits_is_reported_to_its_caller_and_no_receiver_m
 
 
 def test_what_senders_of_models_that_nobody_received_leave_behind_does_not_grow() -> None:
-    """A worker may outlive thousands of trainers; it kept a call server for each model id that one had ever named."""
+    """A worker may outlive thousands of trainers, and must not keep a call server for each model id they named."""
     servers, bye = _CallServers(), Parcel("a", 1, codec.encode(Bye(model_id="m", incarnation=1)))
     waiting, opened = servers.of("waiting"), servers.of("opened")
     waiting.submit(parcel(0))

@@ -1,4 +1,4 @@
-"""Links whose messages are calls: answers in the order of the calls, failures at once, buffers free when calls end."""
+"""Links over calls: answers in the order of the calls, failures at once, buffers released when calls end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync.transports.rpc import RpcCallClient
 
 
 class CallClient:
-    """Keeps the calls, for the test to end."""
+    """A fake call client that records calls, whose results the test sets."""
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
@@ -242,11 +242,11 @@ def test_a_worker_that_is_added_again_meets_its_new_link_before_the_goodbye_of_t
         link.send(hello)
         link.send(bye)
         link.close()
-    assert (clients[0].messages, clients[3].messages) == ([hello], [hello, bye])  # only one has later links
+    assert (clients[0].messages, clients[3].messages) == ([hello], [hello, bye])  # worker "w" alone has later links
     newer.send(hello)
     newest.send(hello)
     newest.close()
-    clients[2].calls[0].set_result([hello])  # an answer counts, though the link is closed
+    clients[2].calls[0].set_result([hello])  # an answer counts even if the link is closed
     assert clients[0].messages == [hello]
     clients[1].calls[0].set_exception(TransportError("gone"))
     assert clients[0].messages == [hello, bye]
@@ -255,14 +255,14 @@ def test_a_worker_that_is_added_again_meets_its_new_link_before_the_goodbye_of_t
     unused = CallLink(CallClient(), "worker 4", worker="w")
     newer.send(bye)
     newer.close()
-    unused.close()  # without a call: nothing to wait for, and nobody hears that the goodbye found no way
+    unused.close()  # made no call, so nothing waits for it; the failure of the goodbye is not reported
     for answered in (0, 3):
         clients[answered].calls[0].set_result([hello])
     assert not {worker for worker, _ in succession._unmet._links} & {"w", "v"}
 
 
 def test_a_link_that_was_dropped_before_its_handshake_keeps_no_goodbye_back() -> None:
-    """As that of a copy of a sender that nobody used: the worker would wait for the closed sender for good."""
+    """Such a link, for example of an unused copy of a sender, would leave the worker waiting for a closed sender."""
     call_client = CallClient()
     link = CallLink(call_client, "worker 4", worker="dropped")
     hello, bye = Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)

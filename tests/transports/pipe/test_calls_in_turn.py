@@ -1,4 +1,4 @@
-"""Calls of which each is begun once the one before it has ended."""
+"""Calls that each begin only after the previous one has ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_call_that_was_not_accepted_keeps_no_other_waiting() -> None:
 
 
 def test_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
-    """A newer link may have brought a newer version meanwhile."""
+    """A newer link may have delivered a newer version in the meantime."""
     in_turn, first, begun = CallsInTurn("worker 0"), Future[Any](), []
     in_turn.begin(lambda: first)
     waiting = in_turn.begin(lambda: begun.append("an older version") or _answered())
@@ -63,7 +63,7 @@ def test_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
 
 
 def test_nor_is_a_call_that_comes_after_the_close() -> None:
-    """As one does that has waited for the worker to say whether our receiver listens there."""
+    """Such a call has waited until the worker said whether it has a weightsync receiver."""
     in_turn = CallsInTurn("worker 0")
     in_turn.close()
 
@@ -73,7 +73,7 @@ def test_nor_is_a_call_that_comes_after_the_close() -> None:
 
 @pytest.mark.parametrize("end", [lambda call: call.set_result([]), lambda call: call.set_exception(TransportError(""))])
 def test_a_call_waits_for_that_of_a_former_link_to_the_same_worker(end: Any) -> None:
-    """In an async or threaded worker that one could still write the older version over the newer one."""
+    """In an async or threaded worker, the former link's call could overwrite the newer version with the older one."""
     former, others, newer, newest = (CallsInTurn("worker 0", worker) for worker in "wvww")
     slow, last = Future[Any](), Future[Any]()
     former.begin(lambda: slow)
@@ -114,7 +114,7 @@ def test_a_slow_call_of_a_replaced_link_does_not_leave_a_collector_with_an_older
     model, calls = small(), list[Callable[[], None]]()
 
     class Plain:
-        """A collector without our receiver."""
+        """A collector without a weightsync receiver."""
 
         @staticmethod
         def update_policy_weights_(_: Any, weights: Any) -> None:

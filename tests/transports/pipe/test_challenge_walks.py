@@ -1,4 +1,4 @@
-"""An attacker's random walks through the code: after each step its ends believe what `tla/Challenge.tla` says."""
+"""Random walks of an attacker through the code: after each step, ends believe what `tla/Challenge.tla` permits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Envelope:
-    """One of the model's, and the bytes that it is here."""
+    """An envelope of the model, and its bytes in the code."""
 
     kind: EnvelopeKind
     sender: int
-    #: The worker's end whose nonce is under its MAC; 0: none's.
+    #: The worker's end whose nonce the MAC covers; 0 for none.
     worker: int
     number: int
     content: bytes
@@ -51,11 +51,11 @@ def believes(open_it: Callable[[], object]) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------- rows of messages
+# ----------------------------------------------------------------------------------------------- links over a store
 
 
 class Row:
-    """Ends in a store, beside the model's variables of the same names. Ends are counted from 1."""
+    """The ends of links over a store, and the model's variables under the same names. Ends count from 1."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -105,7 +105,7 @@ class Row:
     def down(self, it: Envelope, w: int) -> None:
         sealed_for = {EnvelopeKind.EARLY: 0, EnvelopeKind.PROVEN: w}.get(it.kind)
         fits = (it.sender, it.worker, it.number) == (self.link[w], sealed_for, len(self.read[w]))
-        # A link of the code fails on what it does not believe: the walk goes on with it as it was before.
+        # In the code a link fails on an envelope that it does not believe: use a copy, so that the walk can go on.
         guard = self.workers[w] if fits else copy.deepcopy(self.workers[w])
         assert believes(lambda: guard.open(memoryview(it.text))) is fits, (it, w)
         if fits:
@@ -153,7 +153,7 @@ def ack(version: int) -> Ack:
 
 
 class Calls:
-    """The seals of senders, and a gate for each process of the worker."""
+    """The seals of senders, and an authenticator for each process of the worker."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -163,7 +163,7 @@ class Calls:
         self.said = dict.fromkeys(self.senders, 0)
         self.met = dict.fromkeys(self.senders, 0)
         self.heard: dict[int, list[int]] = {s: [] for s in self.senders}
-        #: The worker's ends: of each gate and sender the number of its end, which it has once it keeps something.
+        #: The number of the worker's end for each gate and sender, from the first call that it keeps.
         self.ends: dict[tuple[int, int], int] = {}
         self.kept: dict[int, set[int]] = {}
         self.asked: dict[int, set[int]] = {}
@@ -281,4 +281,4 @@ def test_over_calls_an_end_believes_what_the_model_says(seeds: range, monkeypatc
 
 
 def _silent(*_: Any) -> None:
-    """Turned away thousands of times."""
+    """Drop the warnings, since calls are rejected thousands of times."""

@@ -1,4 +1,4 @@
-"""Several models, and the user's own messages, over one connection."""
+"""Several models and user messages over one connection."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ends():
 
 
 def test_a_link_that_is_made_while_the_former_channel_is_freed_gets_a_channel_of_its_own(ends, monkeypatch):
-    """Another thread may make it: the memory of a channel that nobody uses is freed in several steps."""
+    """Another thread may create the link while the unused channel is freed, which takes several steps."""
     made, clear = [], Outflow.clear
 
     def cleared(outlet: Outflow) -> None:
@@ -219,7 +219,7 @@ def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_c
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
     first, second = linked("policy", ends)
-    for number in range(6):  # three are kept, read, and make room for three more
+    for number in range(6):  # three are kept and read, which makes room for three more
         first.user.send_bytes(bytes([number]) * 1000)
         if number == 2:
             assert second.receive() == []
@@ -351,7 +351,7 @@ def test_a_segment_for_a_model_that_nobody_registers_is_closed_with_the_connecti
 
 
 def descriptors_of(inode: int) -> list[int]:
-    """The descriptors of this process that are open on a file."""
+    """The descriptors of this process for one file."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -367,7 +367,7 @@ def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):
     assert not ends[0].closed
 
 
-# ------------------------------------------------------------------------------------------- the user's
+# ------------------------------------------------------------------------------------------- user messages
 
 
 def test_the_users_messages_come_out_in_order_and_unchanged(linked, ends):

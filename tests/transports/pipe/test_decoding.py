@@ -1,4 +1,4 @@
-"""Every decoder gives a valid value or a ProtocolError, whatever bytes it is given, and nothing else."""
+"""Every decoder returns a valid value or raises a ProtocolError for any bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weightsync.transports.calls.server_link import opened
 from weightsync.transports.sealing import Identity, KeyedSeal
 from weightsync.weights.layout import Layout
 
-#: What JSON has, and a report has not.
+#: JSON values that a report does not contain.
 WORDS = ["NaN", "-Infinity", "Infinity", "-1", "1e999", "1.5", "9" * 400, "9" * 5000, "null", "[]", "{}", "true", '"x"']
 
 
@@ -122,7 +122,7 @@ REPORT = SyncReport(
 
 
 def nested(depth: int) -> SyncReport:
-    """A report in reports, ``depth`` of them."""
+    """Reports nested in each other, ``depth`` of them."""
     report = REPORT
     for _ in range(depth - 1):
         report = replace(REPORT, outcomes={0: Outcome(kind=OutcomeKind.APPLIED, nested=report)})
@@ -210,11 +210,11 @@ def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
         codec.encode(replace(message, version=0))
 
 
-# ---------------------------------------------------------------------------------- what `make fuzz` goes on with
+# ---------------------------------------------------------------------------------- the decoders of `make fuzz`
 
 
 @pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)
-@settings(max_examples=60)  # `make fuzz`, which CI runs for every change too, tries thousands
+@settings(max_examples=60)  # `make fuzz`, which CI also runs for every change, tries thousands
 @given(data=st.data())
 def test_only_typed_errors_escape_a_decoder(decode: Callable[[bytes], None], seeds: list[bytes], data: Any) -> None:
     decode(data.draw(inputs(seeds)))

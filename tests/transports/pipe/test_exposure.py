@@ -1,4 +1,4 @@
-"""A link that others can reach, and that has no key, is logged once a process."""
+"""A link without a key that other hosts can reach is logged once for each process."""
 
 from __future__ import annotations
 

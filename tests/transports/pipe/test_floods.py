@@ -1,4 +1,4 @@
-"""What a peer may leave lying here is bounded: one that floods loses its own link, typed, and no other's."""
+"""Memory for a peer's unread messages is bounded: a flooding peer loses its own link, with a typed error."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_bytes_that_wait_for_a_receiver_are_bounded(monkeypatch: pytest.Monk
 
 
 class Sender:
-    """A sender's end with the key, whose calls can be recorded."""
+    """A sender's end with the key, whose calls a test can replay."""
 
     def __init__(self, opened: CallServer, name: str) -> None:
         self.call_server = opened
@@ -233,7 +233,7 @@ def test_a_proof_of_a_sender_that_was_let_go_is_refused(
 
 
 class Inbox:
-    """What a queue gives, without its thread and its pipe."""
+    """A fake queue without a thread or a pipe."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []

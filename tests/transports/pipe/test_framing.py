@@ -1,4 +1,4 @@
-"""How frames are read from a socket that gives what a test wants: pieces, ancillary data, lost descriptors."""
+"""Frames read from a fake socket: in pieces, with ancillary data, with lost descriptors."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ SLOT = SlotRef(segment=1, seal=b"s" * 16)
 
 
 def frame_of(control: bytes) -> bytes:
-    """A frame as it is on the wire."""
+    """The bytes of a frame on the wire."""
     framed = PREAMBLE + control
     return struct.pack("!i", len(framed)) + framed
 
 
 class Given:
-    """A socket that reads what a test gives it: bytes, ancillary data and flags."""
+    """A fake socket with one read of the given bytes, ancillary data and flags."""
 
     def __init__(self, data: bytes, ancillary: Any = (), flags: int = 0) -> None:
         self._reads = [(data, list(ancillary), flags)]
@@ -56,7 +56,7 @@ class Given:
 
 
 class Pieces:
-    """A socket that reads these pieces, one a call, and nothing between the chunks."""
+    """A fake socket that returns one of these pieces at each read."""
 
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = list(pieces)
@@ -68,7 +68,7 @@ class Pieces:
 
 
 def read_in_pieces(*pieces: bytes) -> list[Any]:
-    """What has arrived after each piece: all that is whole by then."""
+    """Read the pieces one by one. Returns the frames that each read completed."""
     inflow, found = Inflow(Pieces(*pieces)), []  # type: ignore[arg-type]
     for _ in pieces:
         inflow.read()
@@ -77,7 +77,7 @@ def read_in_pieces(*pieces: bytes) -> list[Any]:
 
 
 def long(content: bytes) -> bytes:
-    """A frame with a length of eight bytes, as `multiprocessing` writes large ones."""
+    """A frame with a length of eight bytes, as `multiprocessing` writes large frames."""
     return struct.pack("!iQ", -1, len(content)) + content
 
 
@@ -244,7 +244,7 @@ def test_whether_the_start_of_a_frame_may_be_ours_is_known_as_soon_as_it_differs
 
 
 class Breaks:
-    """A socket that can no longer be written."""
+    """A fake socket whose writes raise an error."""
 
     def __init__(self, error: OSError) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""The bytes of the wire are those of the protocol's version: none changes unless that is raised."""
+"""The bytes on the wire change only together with the protocol's version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_bytes_that_are_pinned_are_read_as_what_was_said(name: str) -> None:
 
 
 def test_an_ack_names_a_slot_by_the_digest_of_what_the_wire_says_of_it() -> None:
-    """Both ends compute it, maybe by different releases."""
+    """Both ends compute this digest, perhaps with different releases."""
     named = [b"s" * 16, bytes(3), b"\x10", bytes(11), b"\x07", bytes(7), b"\x03", b"d" * 16, b"extras"]
     which = codec.slot_digest(b"s" * 16, 2**100 + 7, 3, b"d" * 16, b"extras")
 

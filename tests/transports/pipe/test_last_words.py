@@ -1,4 +1,4 @@
-"""A peer may speak and die at any moment: what it said while its death was looked for is heard before its end (G11)."""
+"""A peer may send a message and die at any moment: its last message is received before its end is reported (G11)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from weightsync.transports.process import ProcessWatch, own_identity
 
 ACK = Ack(model_id="m", incarnation=1, version=1)
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"")
-#: Above the kernel's highest process id.
+#: A pid above the kernel's maximum.
 NOBODY = 2**22
 FORK = multiprocessing.get_context("fork")
-#: A link, what its peer says as it dies, and how.
+#: A link, the last message of its peer, and a function by which the dying peer sends it.
 Scene = tuple[Link, Message, Callable[[], object]]
 
 
@@ -121,11 +121,11 @@ def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> Non
 
 
 @pytest.mark.parametrize("unread", [b"", b"what it has not read resets the connection"])
-@pytest.mark.parametrize("turn", range(3))  # it closes its descriptors a moment before it is dead
+@pytest.mark.parametrize("turn", range(3))  # a process closes its descriptors a moment before it is dead
 def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(
     unread: bytes, turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "_DYING_MS", 30_000)  # on a busy machine that moment may be long
+    monkeypatch.setattr(process_module, "_DYING_MS", 30_000)  # on a busy machine this moment may be long
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=time.sleep, args=(60,), daemon=True)
     process.start()

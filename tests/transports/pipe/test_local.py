@@ -1,4 +1,4 @@
-"""Links inside a process, and the network between them."""
+"""Links within a process, and their simulated network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments, buffers, pools, and the pins that keep a payload from being written while somebody reads it."""
+"""Segments, buffers, pools, and the pins that prevent writes to a payload that is being read."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def test_a_buffer_that_is_to_be_written_again_has_no_seal():
 
 @pytest.fixture(params=[0, LARGE], ids=["a large segment", "a small one"])
 def few(request, monkeypatch):
-    """The largest size that counts as small."""
+    """Set the size up to which a segment counts as small."""
     monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", request.param)
 
 
 def nobody_else(_: memoryview) -> bool:
-    """A worker that keeps no views of what it has received: whatever is referenced may be written."""
+    """An argument of `Mapping.tidy` for a worker that keeps no views of received payloads."""
     return False
 
 
@@ -297,7 +297,7 @@ def test_a_segment_is_freed_with_its_last_view():
 
 
 def descriptors_of(inode: int) -> list[str]:
-    """The descriptors of a file here. All of this process's would be counted with those that other threads open."""
+    """The descriptors of this process for one file, since other threads may open and close others meanwhile."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -317,7 +317,7 @@ def test_a_heap_buffer_holds_what_it_is_asked_to(nbytes):
 
 @settings(max_examples=60, stateful_step_count=40)
 class Pools(RuleBasedStateMachine):
-    """A pool against the rule: what somebody may read is never handed out."""
+    """A random test of a pool: it never returns a buffer that may still be read."""
 
     buffers = Bundle("buffers")
     pins = Bundle("pins")
@@ -388,14 +388,14 @@ def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
 
 
 def test_a_pool_that_needed_a_third_buffer_alternates_between_two_again_after_some_payloads():
-    """A worker that was slow once would otherwise cost the memory of one more payload forever."""
+    """Otherwise a worker that was slow once would cost the memory of one more payload forever."""
     pool, in_use = Pool(Buffer), []
-    for _ in range(3):  # one is served, one has not been answered, and one is filled
+    for _ in range(3):  # one is served, one is unanswered, and one is being filled
         in_use.append(pool.acquire(100))
         in_use[-1].pin("a worker")
     numbers = []
     for _ in range(KEPT_PAYLOADS + 1):
-        for buffer in in_use[:-1]:  # the worker has acked the newest
+        for buffer in in_use[:-1]:  # the worker acks the newest
             buffer.unpin("a worker")
         in_use = [in_use[-1], pool.acquire(100)]
         in_use[-1].pin("a worker")
@@ -414,12 +414,12 @@ def test_a_retired_buffer_is_never_seen_again():
 
 
 def test_a_buffer_that_another_thread_retires_while_the_pool_looks_at_it_is_not_taken():
-    """A worker that cannot be asked may still map it: it would serve parts of two versions."""
+    """A worker that cannot be reached may still map the buffer, and would serve parts of two versions."""
     link, pool = Pins(), Pool(Buffer)
 
     class LastPins(set):
         def __len__(self):
-            link.retire()  # as another thread may, whenever this one has looked at something
+            link.retire()  # as another thread may do at any time
             return super().__len__()
 
     buffer = pool.acquire(10)
@@ -513,7 +513,7 @@ def test_a_worker_that_cannot_be_asked_keeps_its_buffers_for_ever():
 
 @settings(max_examples=60, stateful_step_count=40)
 class Sharing(RuleBasedStateMachine):
-    """Both ends' lists of segments stay in step, whatever is named in whatever order, and what was lost comes again."""
+    """A random test of both ends' lists of segments: they stay equal, and lost segments are passed again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Links over a pipe, both ends in one process."""
+"""Links over a pipe, with both ends in one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def filled(nbytes: int, storage: Storage = Storage.HEAP, seed: int = 1) -> Buffe
 
 
 def narrow(connection) -> None:
-    """Let next to nothing fit into the socket, so that every frame leaves in pieces."""
+    """Set the smallest send buffer, so that every frame is written in pieces."""
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
@@ -67,7 +67,7 @@ def frame(message, payload: bytes = b"", preamble: bytes = PREAMBLE) -> bytes:
     return struct.pack("!i", len(control) + len(payload)) + control + payload
 
 
-# ------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------------- messages and payloads
 
 
 def test_messages_arrive_in_order_in_both_directions(linked):
@@ -106,10 +106,10 @@ def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it
     first, second = linked()
     buffer = filled(300_000, Storage.SEGMENTS)
     whole = part(0, 250_000)
-    assert not first.takes_parts(buffer, 300_000, True)  # the worker does not map it yet
+    assert not first.takes_parts(buffer, 300_000, True)  # the worker has not mapped the segment yet
     first.send(update(1, 300_000), buffer)
     (served,) = exchange(first, second, 1)
-    served.payload[:10] = bytes(10)  # the worker's own page
+    served.payload[:10] = bytes(10)  # makes a private copy of the page in the worker
 
     assert [first.takes_parts(buffer, 300_000, hashed) for hashed in (True, False)] == [True, False]
     assert not first.takes_parts(filled(300_000), 300_000, True)
@@ -133,7 +133,7 @@ def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(linked):
     for version, buffer in enumerate(buffers[:4], 1):
         first.send(update(version, buffer.nbytes), buffer)
     first.send_part(part(0), buffers[0])
-    first.send(update(5, INLINE_BELOW_NBYTES), buffers[4])  # the first is the oldest, and leaves both lists
+    first.send(update(5, INLINE_BELOW_NBYTES), buffers[4])  # the first segment is the oldest, and leaves both lists
     first.send(update(6, INLINE_BELOW_NBYTES), buffers[0])
 
     assert [received.payload for received in exchange(first, second, 7)][-1] == buffers[0].view
@@ -144,7 +144,7 @@ def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_n
     buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
     first.send(update(1, INLINE_BELOW_NBYTES), buffers[0])
     assert first.takes_parts(buffers[0], INLINE_BELOW_NBYTES, True)
-    for version, buffer in enumerate(buffers[1:], 2):  # sent by other threads
+    for version, buffer in enumerate(buffers[1:], 2):  # as other threads would send them
         first.send(update(version, buffer.nbytes), buffer)
     first.send_part(part(0), buffers[0])
     first.send(update(6, INLINE_BELOW_NBYTES), buffers[0])
@@ -166,7 +166,7 @@ def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(linked, named,
 
     with pytest.raises(ProtocolError, match=error) as caught:
         exchange(first, second, 1)
-    caught.value.__traceback__ = None  # it keeps the segment and its mapping
+    caught.value.__traceback__ = None  # the traceback keeps the segment and its mapping alive
 
 
 def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(linked, monkeypatch):
@@ -479,7 +479,7 @@ def test_descriptors_that_no_slot_claims_are_closed_and_take_the_link_down(linke
 
 
 def opened(*files: str) -> int:
-    """How many descriptors of these this process has. Not of all: other threads open and close some meanwhile."""
+    """The number of descriptors of this process for these files; other threads may open and close others meanwhile."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -502,7 +502,7 @@ def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(linked, tm
         socket.send_fds(raw, [struct.pack("!i", 100)], [file.fileno()] * 3)
         assert second.receive() == []
         waiting = second.waitables()
-        # The connection, and its own socket.
+        # The socket is open twice: as the connection, and as the channel's own descriptor.
         assert (opened(file.name), opened(sock), len(waiting)) == (4, 2, 2)
         second.close()
 
@@ -676,13 +676,13 @@ def test_a_waker_is_closed_before_it_fires_and_fires_before_its_descriptor_goes(
     ours = waker.fileno()
 
     def writes(fd, value):
-        # As a signal handler that waits would find it here: it must not take the last firing for its own.
+        # Enter as a signal handler that begins a wait here: it must not mistake this last firing for its own.
         if fd == ours:
             seen.append(("fired", waker.enter()))
         write(fd, value)
 
     def closes(fd):
-        if fd == ours:  # not what another thread closes, or the garbage collector
+        if fd == ours:  # ignore descriptors that other threads or the garbage collector close
             seen.append(("closed", fd))
         close(fd)
 
@@ -718,7 +718,7 @@ def test_a_pool_serves_version_after_version(linked):
 
 
 class Interrupting:
-    """A socket whose next call is interrupted after it has done its work."""
+    """A socket whose calls raise KeyboardInterrupt after they have done their work."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -747,7 +747,7 @@ def test_a_write_interrupted_midway_takes_the_link_down_and_no_frame_is_garbled(
 
 
 class _FailsOnce:
-    """A socket whose first write fails, as for want of memory, and whose others would not."""
+    """A fake socket whose first write fails for lack of memory, and whose later writes succeed."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -892,7 +892,7 @@ def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
 
 def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_piece():
     assert OutgoingFrame(b"x", memoryview(b"")).pieces == [struct.pack("!i", 1) + b"x"]
-    memory = mmap.mmap(-1, 2**31)  # none of its pages is ever touched
+    memory = mmap.mmap(-1, 2**31)  # no page is ever touched
     outgoing = OutgoingFrame(b"x", memoryview(memory))
 
     assert outgoing.pieces[0] == struct.pack("!iQ", -1, 2**31 + 1) + b"x"

@@ -1,4 +1,4 @@
-"""What is waited for: links are asked for their descriptors when these may have changed, and nothing is missed."""
+"""Waits for links ask them for their descriptors when these may have changed, and miss no event."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(linked: Linked) -
     first.send(Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes), Buffer(nbytes))
     assert not first.outlet.idle
     assert waits.wait(links, 0.0) == []
-    while not first.flush():  # by another thread, or by the link of another model over the same connection
+    while not first.flush():  # as another thread, or another model's link over the same connection, would do
         second.receive()
     assert [received.message.version for received in second.receive()] == [1]
     assert waits.wait(links, 0.0) == [first]

@@ -1,4 +1,4 @@
-"""What a process is known by on its host, and how its death is seen."""
+"""The identity of a process on its host, and the detection of its death."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_process_is_stopped_by_a_signal_or_by_a_debugger(monkeypatch: pytest.M
     found: list[list[bool]] = []
     for state in (b"T", b"t", b"S"):
         monkeypatch.setattr(processes, "_status", lambda pid, state=state: [state, *[b"0"] * 18, b"7"])
-        # Of unknown start, itself, and another process of its number.
+        # With an unknown start time, with its own, and with that of another process of the same pid.
         found.append([is_stopped(2), is_stopped(2, 7), is_stopped(2, 8)])
     monkeypatch.setattr(processes, "_status", gone)
 
@@ -65,7 +65,7 @@ def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_ano
 ) -> None:
     def interrupted(fd: int) -> None:
         close(fd)
-        if fd == number:  # not what another thread closes, or the garbage collector
+        if fd == number:  # ignore descriptors that other threads or the garbage collector close
             raise KeyboardInterrupt
 
     owner, close = make(), os.close
@@ -215,7 +215,7 @@ def test_names_with_spaces_parentheses_and_any_bytes_do_not_confuse_the_start(tm
     name = b"a b) (c \xff"
     program = tmp_path / os.fsdecode(name)
     program.symlink_to("/bin/sleep")
-    process = subprocess.Popen([program, "30"])  # it returns when the program has that name
+    process = subprocess.Popen([program, "30"])  # returns once the process has the program's name
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_bytes().replace(name, b"name").split()
         assert fields[1] == b"(name)"

@@ -30,7 +30,7 @@ BYE = Bye(model_id=workers.MODEL, incarnation=1)
 
 @pytest.fixture
 def start() -> Iterator[Callable]:
-    """Starts a process with one end of a pipe; gives it and our link over the other end."""
+    """A function that starts a process with one end of a pipe, and returns it and a link over the other end."""
     begun: list[tuple[multiprocessing.Process, PipeLink | None]] = []
 
     def begin(target: Callable, *args: object, context=FORK, keep: tuple[Connection, ...] = (), **options: object):
@@ -52,7 +52,7 @@ def start() -> Iterator[Callable]:
 
 
 def hear(link: PipeLink, count: int = 1) -> list:
-    """The next messages; the peer is watched from its Hello on."""
+    """Receive the next ``count`` messages. The peer's process is watched from its Hello on."""
     waker, heard = Waker(), _unheard.setdefault(link, [])
     while len(heard) < count:
         assert wait(waker, [link], 90.0)
@@ -66,7 +66,7 @@ def hear(link: PipeLink, count: int = 1) -> list:
 
 
 def ending(link: PipeLink) -> tuple[list, str]:
-    """What still comes, and why the link ends."""
+    """Receive until the link ends. Returns the last messages, and the reason of the end."""
     waker, heard = Waker(), []
     while True:
         assert wait(waker, [link], 30.0)
@@ -182,7 +182,7 @@ def test_what_a_dead_worker_held_is_free_and_what_a_living_one_may_hold_is_retir
 
 
 def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
-    """Names in shared memory are looked for behind every test (tests/conftest.py)."""
+    """The leak check of tests/conftest.py finds names in shared memory after every test."""
     _, link = start(workers.trainer_that_dies, 300_000)
     received = []
     while len(received) < 2:
@@ -226,7 +226,7 @@ def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(linked):
 
 @contextlib.contextmanager
 def held_elsewhere(*locks: AbstractContextManager) -> Iterator[None]:
-    """Another thread holds these locks during the block."""
+    """In the block, another thread holds these locks."""
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -270,7 +270,7 @@ def test_a_channel_is_dropped_in_the_child_though_another_thread_held_the_locks_
         channel.forget()
         assert (user.fileno(), first._box.waker.fileno()) == (-1, -1)
 
-    # The order in which a child forgets is not known.
+    # The order in which a child drops inherited objects is undefined, so `check` drops the channel itself.
     monkeypatch.setattr("weightsync.transports.process._inherited", WeakSet())
     with held_elsewhere(first._box.waker._lock, user._lock):
         in_a_fork(check)

@@ -1,4 +1,4 @@
-"""An actor that dies ends the calls in transit to it. Tested without a cluster, so that every run includes it."""
+"""The death of an actor ends the calls in transit to it; tested without a cluster, so that every run includes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbyte
 
 
 class Session:
-    """This process's connection to Ray, without a cluster."""
+    """A fake of this process's connection to Ray."""
 
     def __init__(self, peer: str) -> None:
         del peer
@@ -59,7 +59,7 @@ class Session:
 
 
 class ActorWatch:
-    """Nobody shuts Ray down here."""
+    """A fake actor watch that records calls and delayed functions."""
 
     def __init__(self) -> None:
         self.later: list[Callable[[], None]] = []
@@ -78,7 +78,7 @@ class ActorWatch:
 
 
 class Row:
-    """Weights that lie in no object store."""
+    """A fake of cached objects, without an object store."""
 
     def of(self, incarnation: int) -> Row:
         del incarnation
@@ -93,7 +93,7 @@ class Row:
 
 
 class Actor:
-    """Takes calls, and ends all of them on request."""
+    """A fake actor, and its method, whose calls the test ends."""
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
@@ -148,7 +148,7 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
 
 
 def raised_with_parts() -> Exception:
-    """What Ray gives the trainer if an actor raises this exception."""
+    """The error that Ray raises in the trainer if an actor raises `TwoParts`."""
     error = ray.exceptions.RayTaskError(
         "update", "Traceback ...\nTwoParts: not for me", TwoParts("not for me", 2), "ray::update", 1, "there"
     )
@@ -195,7 +195,7 @@ def test_the_reason_of_an_exception_group_is_its_last_exception_and_not_the_rule
 
 @pytest.mark.parametrize("raised", [StopIteration, StopAsyncIteration])
 def test_a_method_that_raises_what_ends_a_generator_refuses_and_its_actor_is_not_lost(raised: type[Exception]) -> None:
-    """Ray raises what it has raised in a generator, which wraps it."""
+    """Ray raises the actor's error inside a generator, which wraps it in a RuntimeError."""
     actor = Actor()
     answers = without(actor).start(UPDATE, None)
     reason = f"{raised.__name__}: for good"
@@ -222,7 +222,7 @@ def test_an_actor_that_could_not_be_started_is_lost() -> None:
 
 
 def test_the_reason_of_a_dead_actor_is_one_line() -> None:
-    """A report has it for each actor that is lost, and so has each line that a program logs of it."""
+    """Reports, and log lines about them, contain the reason of each lost actor."""
     died = "The actor died.\n\tclass_name: Rollout\n\tpid: 7\n\tip: 192.0.2.2\nIt was killed by `ray.kill`."
 
     said = session.plain(died)
@@ -232,7 +232,7 @@ def test_the_reason_of_a_dead_actor_is_one_line() -> None:
 
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])
 def test_the_weights_that_a_dead_actor_was_sent_are_freed_with_its_link(call_client: Callable[[Actor], Any]) -> None:
-    """Not whenever Python next collects garbage: a program that makes little of it may run for hours until then."""
+    """They must not wait for the garbage collector, which may not run for hours in some programs."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(call_client(actor), "worker 0")
     link.send(UPDATE, buffer)
@@ -253,7 +253,7 @@ def test_the_weights_that_a_dead_actor_was_sent_are_freed_with_its_link(call_cli
 
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])
 def test_an_actor_whose_queue_is_full_refuses_and_takes_the_next_version(call_client: Callable[[Actor], Any]) -> None:
-    """It has reached its ``max_pending_calls``, and lives."""
+    """The actor has reached its ``max_pending_calls``, and is alive."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(call_client(actor), "worker 0")
     link.send(Hello(model_id="m", incarnation=1))
@@ -307,7 +307,7 @@ def test_a_handshake_waits_while_the_actors_queue_is_full_and_versions_never_ove
 @pytest.mark.parametrize("use", ["start", "close"])
 def test_a_handshake_may_be_made_between_two_steps_of_another_thread(watch: ActorWatch, use: str) -> None:
     class Client(module.ActorCallClient):
-        """Makes its handshake once the test's thread has seen that it waits."""
+        """A client whose held handshake another thread makes right after each read of ``_held``."""
 
         @property
         def _held(self) -> Any:
@@ -363,7 +363,7 @@ def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room
 
 
 def asking(actor: Actor) -> CallLink:
-    """A link to an actor that has not said yet whether our receiver listens in it."""
+    """A link to an actor that has not answered yet whether it has a weightsync receiver."""
     ours, asked = with_our_receiver(actor), SimpleNamespace(__ray_call__=actor)
     return CallLink(AskingClient("m", lambda: ours.ask_models(asked), ours, without(actor)), "worker 0")
 
@@ -403,7 +403,7 @@ def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
 def test_an_actor_that_is_not_asked_again_costs_no_weights_although_nothing_else_is_watched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The watch's thread has ended when Ray says that it is restarting the actor."""
+    """The thread of the actor watch has already ended when Ray reports that it restarts the actor."""
     real = session.ActorWatch()
     monkeypatch.setattr(module, "ACTOR_WATCH", real)
     monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
@@ -425,7 +425,7 @@ def test_an_actor_that_is_not_asked_again_costs_no_weights_although_nothing_else
 
 
 def test_an_actor_that_could_not_even_be_asked_answers_nothing_that_follows() -> None:
-    """A goodbye would wait for the answer for good, and those of older links for this one's."""
+    """Otherwise its goodbye would wait forever for the answer, and so would the goodbyes of older links."""
 
     def ask() -> Future[Any]:
         raise TransportError("no call was accepted")
@@ -492,7 +492,7 @@ def test_a_call_that_is_to_be_repeated_waits_while_the_actors_queue_is_full(watc
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> None:
-    """It may be async, or have threads: the older version could be the last to go live."""
+    """In an async or threaded actor, the older version could be the last to go live."""
     actor = Actor()
     call_client = without(actor)
     first, second, third = (call_client.start(replace(UPDATE, version=version), None) for version in (1, 2, 3))
@@ -514,7 +514,7 @@ def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> N
 
 
 def test_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> None:
-    """The actor's next link may have brought a newer version meanwhile."""
+    """The actor's next link may have delivered a newer version in the meantime."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(without(actor), "worker 0")
     for version in (1, 2, 3):
@@ -541,7 +541,7 @@ def test_nor_one_that_waits_for_the_actor_to_say_whether_our_receiver_listens_in
 
 @pytest.mark.parametrize("met", [True, False])
 def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: bool) -> None:
-    """Otherwise the call has overtaken its link's handshake, and is repeated."""
+    """If the link has not met the actor, the call has overtaken the handshake and is repeated."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(with_our_receiver(actor), "worker 0")
     link.send(Hello(model_id="m", incarnation=1))
@@ -561,7 +561,7 @@ def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: boo
 
 
 def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watch: ActorWatch) -> None:
-    """For a minute it would have held the actor's event loop, which waits a moment for the handshake each time."""
+    """Each repetition would hold the actor's event loop, which waits for the handshake, for a minute in all."""
     actor = Actor()
     link = CallLink(with_our_receiver(actor), "worker 0")
     link.send(Hello(model_id="m", incarnation=1))
@@ -578,7 +578,7 @@ def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watc
 
 
 def test_a_call_that_waits_for_a_lost_one_is_repeated_with_word_of_that() -> None:
-    """It would have been repeated for a minute, since only calls that were begun later said so."""
+    """Without the numbers of lost calls, the actor would send it back again and again for a minute."""
 
     class Recording(Actor):
         lost: list[Any]
@@ -601,7 +601,7 @@ def test_a_call_that_waits_for_a_lost_one_is_repeated_with_word_of_that() -> Non
 
 
 def sent_behind_a_handshake() -> tuple[Actor, Buffer, CallLink]:
-    """A link over which an update was sent right after the handshake; the actor has answered neither."""
+    """A link with an update sent right after the handshake, neither of which the actor has answered."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(with_our_receiver(actor), "worker 0")
     link.send(Hello(model_id="m", incarnation=1))
@@ -642,7 +642,7 @@ def test_what_follows_a_handshake_fails_with_it() -> None:
 
 
 def test_a_link_that_is_closed_while_ray_restarts_the_actor_makes_no_handshake_any_more(watch: ActorWatch) -> None:
-    """The worker's next link may have made its own: the actor would leave that one for this."""
+    """The worker's next link may have made its handshake, and the actor would drop that link for this one."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(with_our_receiver(actor), "worker 0")
     link.send(Hello(model_id="m", incarnation=1))
@@ -660,7 +660,7 @@ def test_a_link_that_is_closed_while_ray_restarts_the_actor_makes_no_handshake_a
 
 def test_nor_does_it_keep_the_weights_if_nothing_else_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     real = session.ActorWatch()
-    real._thread = threading.current_thread()  # so that it does not run before the link is closed
+    real._thread = threading.current_thread()  # prevents the watch from running before the link is closed
     monkeypatch.setattr(module, "ACTOR_WATCH", real)
     monkeypatch.setattr(session, "require_ray", lambda _: SimpleNamespace(is_initialized=lambda: True))
     actor, buffer = Actor(), Buffer(3)
@@ -704,7 +704,7 @@ def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
 
 
 def answered_by(frames: Any) -> CallLink:
-    """A link whose update has this answer from the actor."""
+    """A link whose update the actor has answered with these frames."""
     actor = Actor()
     link = CallLink(with_our_receiver(actor), "worker 0")
     link.send(UPDATE, Buffer(3))
@@ -725,7 +725,7 @@ def test_where_no_actor_could_be_called_there_is_no_receiver(kind: type[RayWeigh
 @pytest.mark.usefixtures("in_an_actor")
 @pytest.mark.parametrize("scheme_is_there", [True, False])
 def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_there: bool) -> None:
-    """Ray would end the process of one of TorchRL's collectors if a method raised in it."""
+    """Ray would end the process of a TorchRL collector's actor if a method raised in it."""
     scheme = RayWeightSyncScheme()
     if scheme_is_there:
         scheme.init_on_worker("m", model=nn.Linear(2, 2))
@@ -760,7 +760,7 @@ def test_a_goodbye_to_a_collectors_actor_raises_nothing_in_it() -> None:
 
 @pytest.mark.usefixtures("in_an_actor")
 def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connect() -> None:
-    """A `RayCollector` has all of its actors connect again in the update after a first one that failed."""
+    """After a failed first update, a `RayCollector` makes all its actors connect again in the next update."""
     collector = SimpleNamespace(_weight_sync_schemes=None)
     scheme = RayWeightSyncScheme()
     scheme.init_on_receiver(model_id="m", context=collector, model=nn.Linear(2, 2), worker_idx=0)
@@ -779,7 +779,7 @@ def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connec
 
 @pytest.mark.usefixtures("in_an_actor")
 def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_actors_own_scheme() -> None:
-    """A goodbye, for instance. Only a handshake makes the receiver."""
+    """Only a handshake makes the receiver, not a late goodbye, for example."""
     actor, scheme = WeightSyncActor(), RayWeightSyncScheme()
     try:
         with pytest.raises(TransportError, match="the actor was restarted"):
@@ -794,10 +794,10 @@ def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_
 def test_an_answer_that_another_thread_gives_meanwhile_goes_home_with_one_call_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under a key, a repeated answer ends the link."""
+    """Under a key, a repeated answer would end the link."""
 
     class AnsweredMeanwhile(Future[list[bytes]]):
-        """Answered in another thread right after this one has looked."""
+        """A future that another thread answers right after `done` has returned False."""
 
         def done(self) -> bool:
             if super().done():

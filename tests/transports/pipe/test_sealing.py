@@ -1,4 +1,4 @@
-"""A shared key: whoever lacks it is not believed, and what was sealed for one place is believed in no other."""
+"""Shared keys: messages of peers without the key, and messages sealed for another place, are rejected."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LINK = Identity("store", "policy", "1", new_name())
 
 
 def ends(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, WorkerSeal]:
-    """Both ends of a link, before they have met."""
+    """Both ends of a link before their handshake."""
     return SenderSeal(key, link, "worker 0"), WorkerSeal(key, link)
 
 
 def met(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, WorkerSeal]:
-    """Both ends of a link whose worker believes its sender."""
+    """Both ends of a link whose worker has verified its sender."""
     sender, worker = ends(key, link)
     sender.open(worker.challenge)
     worker.open(sender.seal(0, b""))
@@ -59,7 +59,7 @@ def test_a_recording_never_proves_its_sender() -> None:
     sender.open(before.challenge)
     recorded.append(sender.seal(2, b""))
 
-    worker = WorkerSeal(KEY, LINK)  # the same link, offered again
+    worker = WorkerSeal(KEY, LINK)  # the same link, announced again
 
     for text in recorded[:2]:
         worker.open(text)

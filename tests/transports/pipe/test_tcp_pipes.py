@@ -1,4 +1,4 @@
-"""Pipes over TCP: `multiprocessing.connection` lets nobody in who has not its authkey, and our key plays no part."""
+"""Pipes over TCP: `multiprocessing.connection` accepts only peers with its authkey; weightsync's key is not used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUTHKEY = b"a secret of both"
 
 
 def accept(listener: Listener) -> tuple[Connection[Any, Any], int]:
-    """Whoever is let in, as a user's own loop takes it, and how many were not."""
+    """Accept in a loop, as a user would. Returns the accepted connection, and the number of rejected ones."""
     turned_away = 0
     while True:
         try:
@@ -34,7 +34,7 @@ def accept(listener: Listener) -> tuple[Connection[Any, Any], int]:
 
 
 def forge(listener: Listener) -> bytes:
-    """Write our own messages to the port. Returns all that comes back."""
+    """Write weightsync messages to the port without its authkey. Returns all bytes that come back."""
     messages = Hello(model_id="policy", incarnation=2**62), Ack(model_id="policy", incarnation=1, version=1)
     frames = [codec.encode(each) for each in messages]
     with socket.create_connection(listener.address) as raw:
@@ -47,7 +47,7 @@ def forge(listener: Listener) -> bytes:
 
 
 def guess(listener: Listener) -> None:
-    """Connect with another authkey."""
+    """Try to connect with another authkey."""
     with pytest.raises((multiprocessing.AuthenticationError, EOFError, OSError)):
         Client(listener.address, authkey=b"another")
 

@@ -1,4 +1,4 @@
-"""The wire format: what is encoded comes back, and nothing else is understood."""
+"""The wire format: encoded messages are decoded unchanged, and everything else is rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = [
 
 
 def sealed(data: bytes) -> bytes:
-    """``data`` with the checksum that fits it."""
+    """``data`` with a correct checksum."""
     return data[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(data[16:])) + data[16:]
 
 

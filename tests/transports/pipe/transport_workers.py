@@ -1,4 +1,4 @@
-"""What the processes of the tests run."""
+"""The functions that the tests run in other processes."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def echo(connection: Connection) -> None:
 
 
 def stay(connection: Connection) -> None:
-    """Say Hello and then nothing more."""
+    """Send a Hello and nothing more."""
     link = PipeLink(connection, MODEL)
     hello(link)
     signal.pause()
 
 
 def hold(*connections: Connection) -> None:
-    """Keep ends of pipes open, as siblings do that inherit them."""
+    """Keep ends of pipes open, as a sibling process that inherited them would."""
     signal.pause()
     del connections
 
 
 def last_words(connection: Connection) -> None:
-    """Write, and die on the spot."""
+    """Send fifty acks, and die at once."""
     link = PipeLink(connection, MODEL)
     hello(link)
     for version in range(1, 51):
@@ -82,7 +82,7 @@ def trainer_that_dies(connection: Connection, nbytes: int) -> None:
 
 
 def check_torn(connection: Connection, linger: float) -> None:
-    """Read what is served again and again, while the trainer writes as fast as its pins let it."""
+    """Read the served payload again and again, while the trainer writes as fast as its pins permit."""
     link, waker, served, torn = PipeLink(connection, MODEL), Waker(), None, 0
     hello(link)
     while True:
@@ -103,12 +103,12 @@ def check_torn(connection: Connection, linger: float) -> None:
 
 
 def whole(payload: memoryview, version: int) -> bool:
-    """Whether every page of it is of that version."""
+    """Whether every page of the payload is of this version."""
     return bytes(payload[::512]) == bytes([version % 251]) * len(payload[::512])
 
 
 def in_a_fork(check: Callable[[], None]) -> None:
-    """Run ``check`` in a forked child; what it raises fails the test, and so does a child that hangs."""
+    """Run ``check`` in a forked child. The test fails if it raises or hangs."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -34,7 +34,7 @@ identities = st.binary(min_size=16, max_size=16)
 slots = st.builds(SlotRef, segment=numbers, seal=identities) | st.builds(
     SlotRef, segment=numbers, seal=identities, device=identities, nbytes=st.just(2**63 - 1)
 )
-#: What a W3C trace context is, with and without a tracestate.
+#: W3C trace contexts, with and without a tracestate.
 trace_contexts = st.builds(
     lambda version, trace, span, flags, state: f"{version:02x}-{trace:032x}-{span:016x}-{flags:02x}" + state,
     st.integers(0, 254),

@@ -1,4 +1,4 @@
-"""What is done with a cluster of which a node dies."""
+"""The program of a test with a cluster of which a node dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEAR, FAR = {"node:__internal_head__": 0.001}, {"far": 1}
 
 
 def node_killed(cluster: Any) -> None:
-    """In the middle of a send and of a push: its workers are lost, the others are served, and go on."""
+    """Kill a node amid a send and a push: its workers are lost, and the others get this version and the next."""
     node = add_node(cluster, {"far": 2})
     near, far = (ray.remote(num_cpus=0, resources=place)(WorkerSetup).remote() for place in (NEAR, FAR))
     collector = ray.remote(num_cpus=0, max_concurrency=2)(RemoteCollector)

@@ -1,4 +1,4 @@
-"""Ray's names, row by row, as both generations document them (`tests/torchrl/transports/reference_rows.py`)."""
+"""The names for Ray of both generations, row by row (`tests/torchrl/transports/reference_rows.py`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def module_actor(cluster: Any) -> Any:
 
 
 class Shown(Module):
-    """As TorchRL's RayModuleTransform makes it; shows its weights."""
+    """An actor like that of TorchRL's `RayModuleTransform`, with a method that returns its weights."""
 
     def shows(self) -> set[float]:
         return constants(self.module.state_dict())

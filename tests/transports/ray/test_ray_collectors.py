@@ -1,4 +1,4 @@
-"""TorchRL's `RayCollector` on our schemes and updaters: its actors are collectors with a weightsync receiver."""
+"""TorchRL's `RayCollector` with weightsync's schemes and updaters: its actors have a weightsync receiver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync import Evidence, LayoutError, RayWeightSyncScheme, RayWeightUpda
 from weightsync.clock import Deadline
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchRL's own updaters, of which it imports all
+    warnings.simplefilter("ignore", DeprecationWarning)  # from TorchRL's own updaters, all of which it imports
     from torchrl.collectors.distributed import RayCollector
 
 pytestmark = [*MARKS, pytest.mark.slow]
@@ -29,7 +29,7 @@ FRAMES, WORKERS = 20, 2
 
 @pytest.fixture
 def collector(cluster: Any) -> Iterator[Callable[..., Any]]:
-    """Makes a `RayCollector`. It is shut down at the end, and then none of its actors is left."""
+    """A function that makes a `RayCollector`. After the test it is shut down, and its actors must end."""
     made: list[Any] = []
 
     def make(workers: int = WORKERS, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def collector(cluster: Any) -> Iterator[Callable[..., Any]]:
 
 
 def await_death(actor: Any) -> None:
-    """Wait until the actor has ended: it may still answer for a moment."""
+    """Wait until the actor has ended, since it may still answer for a moment."""
     waited = Deadline(60.0)
     while not waited.passed:
         try:
@@ -117,7 +117,7 @@ def test_workers_that_make_their_policies_are_given_weights_together_or_each_its
 
 
 def test_a_policy_without_weights_has_versions_and_acks_as_any_other(collector: Callable[..., Any]) -> None:
-    """The actor's own method would raise: it has no weights to write into."""
+    """The actor's own method would raise, since the policy has no weights."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=random_policy(), weight_sync_schemes={"policy": scheme})
     batches = iter(running)
@@ -147,7 +147,7 @@ def test_a_workers_own_workers_act_by_what_was_sent(collector: Callable[..., Any
 
 
 def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Callable[..., Any]) -> None:
-    """If anything raises in one of TorchRL's collectors, Ray ends its process."""
+    """Ray ends the process of a TorchRL collector's actor if anything raises in it."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})
     with pytest.raises(LayoutError):
@@ -161,7 +161,7 @@ def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Calla
 
 
 def test_a_first_update_that_failed_for_a_dead_actor_is_made_without_it(collector: Callable[..., Any]) -> None:
-    """As docs/migrating.md says: TorchRL itself calls each actor in its list."""
+    """The recipe of docs/migrating.md: TorchRL calls each actor in its list, so remove the dead actor from there, too."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})
     ray.kill(running.remote_collectors[1])

@@ -1,4 +1,4 @@
-"""A vLLM engine in a Ray actor, driven by its handle."""
+"""A vLLM engine in a Ray actor, called through the actor's handle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync import EngineWeightSyncScheme, Evidence, OutcomeKind, VLLMEngine
 
 
 class EngineActor:
-    """The four methods of vLLM's, and what was called."""
+    """A fake engine with vLLM's four methods, which records their calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

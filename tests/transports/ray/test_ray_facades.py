@@ -57,7 +57,7 @@ def test_ray_transports_of_either_generation_reach_an_actor_of_ours(setups: list
 
 
 def test_wait_ack_looks_at_what_became_of_the_call(plain: Any) -> None:
-    """Fault 12: the reference counts a collector that raised as updated."""
+    """Fault 12: TorchRL counts a collector that raised as updated."""
     get(plain.do.remote(lambda actor: actor.kept.update({"raise": True})))
     with RayTransport(plain) as transport:
         transport.send_weights_async("policy", weights(2.0))
@@ -68,7 +68,7 @@ def test_wait_ack_looks_at_what_became_of_the_call(plain: Any) -> None:
 
 @pytest.fixture(scope="module")
 def module(cluster: Any) -> Any:
-    import ray  # noqa: PLC0415 - the cluster has seen to it that it is there
+    import ray  # noqa: PLC0415 - the `cluster` fixture requires Ray
 
     return ray.remote(num_cpus=0)(Module).remote()
 
@@ -103,7 +103,7 @@ def test_create_transport_gives_torchrls_transport(plain: Any) -> None:
         transport.send_weights(weights(7.0))
 
 
-# ------------------------------------------------------------------------------- one actor that many share
+# ------------------------------------------------------------------------------- one shared actor
 
 
 PATH = "env.transform[0]"
@@ -142,7 +142,7 @@ def test_the_module_scheme_finds_its_one_actor(module: Any, how: str) -> None:
 
 
 def context_with(transform: Any, **more: Any) -> SimpleNamespace:
-    """A collector whose environment has a transform."""
+    """A context like a collector whose environment has a transform."""
     return SimpleNamespace(env=SimpleNamespace(transform=[transform]), **more)
 
 
@@ -176,7 +176,7 @@ def test_a_path_to_an_actor_is_no_source_of_weights(module: Any) -> None:
 
 
 def test_a_module_at_the_path_is_what_is_sent(module: Any) -> None:
-    """A local transform has the methods of the remote one, and is no actor."""
+    """A local transform has the methods of a remote one, but is no actor."""
     context = context_with(Local(small(2.0)), actor_refs=[module])
     with RayModuleTransformScheme() as scheme:
         scheme.init_on_sender(f"{PATH}.module", context)
@@ -186,7 +186,7 @@ def test_a_module_at_the_path_is_what_is_sent(module: Any) -> None:
 
 
 class Local:
-    """A transform of this process, as TorchRL's ``ModuleTransform``."""
+    """A transform in this process, like TorchRL's ``ModuleTransform``."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -232,7 +232,7 @@ def test_the_modules_first_weights_may_be_given_for_the_one_actor(module: Any, g
 
 
 def _as_transform(actor: Any) -> str:
-    """What an actor that holds one module does."""
+    """Initialise the receiver of an actor that holds one module. Returns the name of the receiver's class."""
     actor.module, actor.policy = small(), None
     actor.kept["scheme"] = RayModuleTransformScheme()
     actor.kept["scheme"].init_on_worker("transform_module", context=actor)

@@ -1,4 +1,4 @@
-"""What goes wrong on Ray, and what the sender says of it: each failure has its outcome, and none hangs."""
+"""Failures on Ray: each has its outcome in the sender's report, and none hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def get(ref: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def fresh(cluster: Any) -> Any:
-    """Actors that are to die here, or to be used in several threads: all started at once."""
+    """Actors for this module that die, or run several threads; all are started at once."""
     made = {
         "mortal": ray.remote(num_cpus=0, max_task_retries=0)(WorkerSetup).remote(),
         "threads": ray.remote(num_cpus=0, max_concurrency=4)(Threads).remote(),
@@ -60,7 +60,7 @@ def test_an_actor_killed_by_ray_is_lost(fresh: Any, trainer: Any) -> None:
 
 
 class SlowToRestart:
-    """Mixed into an actor's class: takes longer to restart than Ray lets a plain call wait."""
+    """A mixin of an actor that takes longer to restart than Ray lets a plain call wait."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_an_actor_that_ray_restarts_is_waited_for_once_it_is_added_again(
 
 @pytest.fixture
 def lost_object(cluster: Any) -> Any:
-    """A reference whose object is gone for good: its owner died."""
+    """A reference to an object that is lost forever, since its owner died."""
 
     @ray.remote(num_cpus=0)
     class Owner:
@@ -161,7 +161,7 @@ def test_a_full_object_store_is_a_refusal(setups: list[Any], trainer: Any, monke
 
 
 class Reference:
-    """In place of Ray's, which cannot be referred to weakly."""
+    """A stand-in for Ray's references, which do not support weak references."""
 
 
 def test_a_store_with_room_for_one_version_takes_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) ->
 
 
 class Slow(nn.Module):
-    """Its forward reads its two weights one after the other."""
+    """A module whose forward reads its two weights with a pause in between."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Slow(nn.Module):
 
 
 def act(actor: Any, in_blocks: bool) -> set[tuple[float, float]]:
-    """Act without a pause until asked to stop; what the forwards saw."""
+    """Run forwards without a pause until asked to stop. Returns the pairs of weights that they read."""
     actor.inside.set()
     seen = set()
     while not actor.released.is_set():
@@ -277,7 +277,7 @@ def test_an_async_actor_applies_between_two_awaits(fresh: Any, trainer: Any) -> 
 
 
 class Executing(WeightSyncActor):
-    """An async actor whose forwards run in other threads."""
+    """An async actor whose forwards run in executor threads."""
 
     def __init__(self) -> None:
         self.policy = Slow()
@@ -348,7 +348,7 @@ PROGRAM = """
 
 
 def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: Any) -> None:
-    """In a process of its own, with an actor that outlives that process's connection."""
+    """The trainer is another process, whose connection the actor outlives."""
     setup = ray.remote(num_cpus=0)(WorkerSetup).options(name="outlives").remote()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), cluster.address, "outlives", _namespace()],
@@ -361,7 +361,7 @@ def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: An
 
     ray.kill(setup)
     assert done.returncode == 0, done.stderr[-3000:]
-    # In some of its shutdowns Ray ends the calls on their way itself, as those of a dead actor.
+    # Ray sometimes ends the calls in transit itself at its shutdown, as if the actor were dead.
     assert done.stdout.startswith("LOST ")
     assert done.stdout.rstrip().endswith(" WorkerLostError")
 
@@ -376,7 +376,7 @@ def test_without_ray_a_session_is_refused(setups: list[Any], trainer: Any, monke
         patched.setattr(ray, "is_initialized", lambda: False)
         try:
             report = sender.send(timeout=PATIENCE, on_failure="report")
-        except WorkerLostError as error:  # the end of the session was noticed before the send began
+        except WorkerLostError as error:  # the link noticed the end of the session before the send began
             report = error.report
 
     assert report[0].kind is OutcomeKind.LOST

@@ -1,4 +1,4 @@
-"""A handshake for another model id than a Ray actor's receiver has: both sides learn both ids."""
+"""A handshake for another model id than that of a Ray actor's receiver: both sides name both ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync import OutcomeKind, RayWeightSyncScheme, RefusedError
 
 @pytest.fixture
 def listening(cluster: Any) -> Iterator[Any]:
-    """An actor with a method of its own that takes weights, and our receiver of "policy"."""
+    """An actor with its own method for weights, and with a weightsync receiver of "policy"."""
     actor = ray.remote(num_cpus=0)(Plain).remote()
     ray.get(actor.do.remote(_init), timeout=PATIENCE)
     yield actor

@@ -1,4 +1,4 @@
-"""Actors whose class is not ours: what their own method takes, and schemes of ours that were initialised in them."""
+"""Actors without `WeightSyncActor`: calls of their own method, and schemes that were initialised in them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
 
 @pytest.mark.parametrize("method", ["update_policy_weights_", "anything_else"])
 def test_a_ray_client_sends_to_no_actor_without_our_class_and_says_what_to_do(method: str) -> None:
-    """It would wait for the object store in the thread that receives the store's answer, and forever."""
+    """A send would deadlock: it would wait for the object store in the thread that receives the store's answer."""
     call = SimpleNamespace(remote=None)
     kind = type("ClientActorHandle", (), {"__module__": "ray.util.client.common", method: call, "__ray_call__": call})
     with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=r"worker 0 .* Ray Client \(ray://\)"):
@@ -115,7 +115,7 @@ def test_a_ray_client_sends_to_no_actor_without_our_class_and_says_what_to_do(me
 
 
 class Method:
-    """An actor's method, as its handle has it."""
+    """A fake of an actor's method, as in the actor's handle."""
 
     def __init__(self, function: Any) -> None:
         self._signature = list(inspect.signature(function).parameters.values())
@@ -145,7 +145,7 @@ def test_weights_are_given_by_the_parameters_name_or_as_the_first_argument(funct
 def test_the_end_of_a_call_is_awaited_also_if_the_method_is_declared_without_a_result(
     cluster: Any, trainer: Any
 ) -> None:
-    """Ray gives its caller nothing to wait for, unless one result is asked for."""
+    """Ray returns nothing to wait for, unless the caller asks for one result."""
 
     class Silent(Bench):
         @ray.method(num_returns=0)
@@ -182,7 +182,7 @@ def test_it_is_preferred_to_the_actors_own_method(collector: Any, trainer: Any) 
 
 
 def test_a_torchrl_collectors_actors_are_asked_once_they_listen(collector: Any) -> None:
-    """It initialises the scheme in its actors after `init_on_sender`."""
+    """TorchRL's collector initialises the scheme in its actors only after `init_on_sender`."""
     context = SimpleNamespace(_weight_sync_schemes={}, remote_collectors=[collector])
     with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", context, model=small(1.0))

@@ -1,4 +1,4 @@
-"""Ray actors as workers: what a send means on each kind of actor."""
+"""Ray actors as workers: sends to each kind of actor."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _closed(sender: Any) -> None:
 
 @pytest.mark.parametrize("leave", [_removed, _closed])
 def test_an_actor_that_left_is_not_kept_alive_by_its_former_scheme(setups: list[Any], trainer: Any, leave: Any) -> None:
-    """Ray ends an actor with its last handle."""
+    """Ray ends an actor when its last handle is gone."""
     handle = ray.get(ray.put(setups[0]))
     last = weakref.ref(handle)
     sender = trainer([handle, setups[1]], small(1.0))
@@ -120,7 +120,7 @@ def test_an_actor_that_left_is_not_kept_alive_by_its_former_scheme(setups: list[
     leave(sender)
 
     del handle
-    given_up = time.monotonic() + PATIENCE  # the goodbye is a call
+    given_up = time.monotonic() + PATIENCE  # the goodbye is a call, which keeps the handle until it returns
     while last() is not None and time.monotonic() < given_up:
         gc.collect()
         time.sleep(0.01)
@@ -146,7 +146,7 @@ def test_small_payloads_go_with_the_call_and_large_ones_of_the_same_host_are_map
 
 
 def test_an_actor_that_serves_the_version_already_takes_a_new_link(setups: list[Any], trainer: Any) -> None:
-    """Over a link that has not been answered yet the weights travel; before, the actor had mapped them."""
+    """Over a new link the weights travel until it is answered; over the former one, the actor mapped them."""
     get(setups[0].do.remote(set_policy, nn.Linear, 200, 200))
     sender = trainer(setups[:1], nn.Linear(200, 200))
     for fill in (1.0, 2.0):
@@ -175,7 +175,7 @@ def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
 
 
 def _note_payloads(actor: Any) -> None:
-    """Look at what Ray hands to the hidden method."""
+    """Record properties of the payload that Ray passes to the actor's hidden method."""
     actor.policy = nn.Linear(300, 300)
     actor_server = actor._weightsync_server("policy")
     inner = actor_server.call
@@ -199,7 +199,7 @@ def test_weights_of_every_dtype_arrive_bit_by_bit(setups: list[Any], trainer: An
 
 
 def _bits(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
-    """As bytes, since torch cannot unpickle all dtypes."""
+    """The weights as bytes, since torch cannot unpickle all dtypes."""
     return {name: (str(tensor.dtype), bytes(bits_of(tensor).tolist())) for name, tensor in weights.items()}
 
 
@@ -256,7 +256,7 @@ def test_a_plain_actor_whose_exception_cannot_be_unpickled_stays_a_member(plain:
 
 
 def test_a_plain_actor_that_raises_stop_iteration_refuses_with_its_traceback(plain: Any, trainer: Any) -> None:
-    """Ray wraps it in a RuntimeError of its own."""
+    """Ray wraps a StopIteration in a RuntimeError."""
     get(plain.do.remote(lambda actor: actor.kept.update({"raise StopIteration": True})))
     sender = trainer([plain], small(5.0))
 
@@ -513,7 +513,7 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
 
 @pytest.mark.usefixtures("in_an_actor")
 def test_a_serial_actor_sends_a_call_back_that_came_before_an_earlier_one() -> None:
-    """It could not run the earlier one while it waited. With a key, a handshake may be repeated behind an update."""
+    """A serial actor cannot run the earlier call while it waits; with a key, a handshake may follow an update."""
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
     actor_server = ray_server.actor_server_of("policy")
@@ -547,7 +547,7 @@ def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_bloc
 
 @pytest.mark.usefixtures("in_an_actor")
 def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
-    """In a threaded actor any call reads all links."""
+    """In a threaded actor, each call reads all links."""
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
     actor_server = ray_server.actor_server_of("policy")
@@ -579,7 +579,7 @@ def test_a_handshake_that_another_call_has_answered_meanwhile_returns_its_answer
             decide(*given)
         except ModelPathError:
             context.policy = small()
-            scheme.get_receiver().receive(timeout=0)  # as a call in another thread does
+            scheme.get_receiver().receive(timeout=0)  # as a call in another thread would do
             raise
 
     monkeypatch.setattr(actor_server, "_decide", overtaken)
@@ -592,7 +592,7 @@ def test_a_handshake_that_another_call_has_answered_meanwhile_returns_its_answer
 
 
 class WithoutHooks(nn.Linear):
-    """As torch's ScriptModules are."""
+    """A module without hooks, like torch's ScriptModules."""
 
     def register_forward_pre_hook(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("register_forward_pre_hook is not supported on ScriptModules")
@@ -696,7 +696,7 @@ def test_what_is_sealed_for_one_actor_is_believed_by_no_other(setups: list[Any])
 @pytest.mark.usefixtures("in_an_actor")
 def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
     scheme = RayWeightSyncScheme(key="k")
-    scheme.init_on_worker("policy", context=SimpleNamespace())  # its model comes later: the handshake stays unanswered
+    scheme.init_on_worker("policy", context=SimpleNamespace())  # without a model yet: the handshake stays unanswered
     actor_server = ray_server.actor_server_of("policy")
     try:
         seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ray_server.own_actor(), "a link"), "the actor")

@@ -1,4 +1,4 @@
-"""Everything here needs torch's RPC."""
+"""The mark of all tests in this folder, which need torch's RPC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import rpc
 
-#: Compared as text with the path of each of thousands of tests, in each process.
+#: A string for fast comparison, since every test process compares it with the paths of thousands of tests.
 HERE = f"{Path(__file__).parent}{os.sep}"
 
 

@@ -1,4 +1,4 @@
-"""Workers that are named wrongly are refused before anything is sent, with what to give instead."""
+"""Invalid names of workers are refused before anything is sent, with a message that says what to give instead."""
 
 from __future__ import annotations
 

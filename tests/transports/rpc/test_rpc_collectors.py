@@ -1,4 +1,4 @@
-"""Collectors without a weightsync receiver: their own method is called, and its return is all that is known."""
+"""Collectors without a weightsync receiver: their method is called, and its return is the only evidence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightsync.schemes.peers import collectors
 
 
 class Collector:
-    """A collector as a user writes it: nothing of ours in it."""
+    """A user's collector, without any weightsync code."""
 
     def __init__(self) -> None:
         self.model = small()
@@ -41,7 +41,7 @@ class Collector:
 
 
 class Reference(Collector):
-    """Its method is called with the reference, as the first generation does."""
+    """A collector whose static method gets the RRef, as in generation A."""
 
     @staticmethod
     def update_policy_weights_(rref: Any, weights: Any) -> None:  # type: ignore[override]
@@ -49,14 +49,14 @@ class Reference(Collector):
 
 
 class Raising(Collector):
-    """Its method raises."""
+    """A collector whose method raises."""
 
     def update_policy_weights_(self, policy_or_weights: Any) -> None:
         raise ValueError("the collector does not want them")
 
 
 class Theirs(Collector):
-    """Its method is that of TorchRL's collectors: it takes TensorDicts."""
+    """A collector with the method of TorchRL's collectors, which takes TensorDicts."""
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **_: Any) -> None:
         self.kind = type(policy_or_weights).__name__
@@ -64,7 +64,7 @@ class Theirs(Collector):
 
 
 class Keeping(Collector):
-    """It only keeps what it is given."""
+    """A collector that keeps the argument of its method."""
 
     def update_policy_weights_(self, policy_or_weights: Any) -> None:
         self.kept = policy_or_weights
@@ -129,7 +129,7 @@ def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(trainer
 
 
 def over_the_documented_transport(setup: WorkerSetup, kind: Any, name: str, fill: float, registered: bool) -> Any:
-    """By ``(collector_info, collector_rref, collector_class)``: the transport itself, or a sender given the tuple."""
+    """Send to ``(collector_info, collector_rref, collector_class)``, by a transport or a sender with this endpoint."""
     scheme, rref = RPCWeightSyncScheme(), rpc.remote(name, kind)
     setup.kept["rrefs"], three = [rref], (rpc.get_worker_info(name), rref, kind)
     if registered:
@@ -266,7 +266,7 @@ def test_a_collector_that_is_killed_is_lost(short_lived: Callable[..., World]) -
 
 
 def test_a_collector_never_has_two_versions_to_take_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RPC runs calls in several threads: the older version could be the last to go live."""
+    """RPC runs calls in several threads, so the older version could be the last to go live."""
     begun: list[Future[Any]] = []
 
     def begin(*_: Any) -> Future[Any]:

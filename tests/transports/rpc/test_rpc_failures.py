@@ -1,4 +1,4 @@
-"""RPC worlds in which somebody dies, stops, or shuts RPC down."""
+"""RPC worlds in which a process dies, stops, or shuts RPC down."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Make = Callable[..., World]
 
 
 def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: Make) -> None:
-    """A worker is stopped for longer than that: the deadline of the send counts, and the late answer does."""
+    """While a worker is stopped for longer than ``rpc_timeout``, only deadlines end waits, and its late answer counts."""
     world = short_lived(2)
-    for process in (world.trainer, *world.workers):  # not for joining the world, which may take longer
+    for process in (world.trainer, *world.workers):  # set after joining the world, which may take longer
         process.do(limit_calls, 1.0)
     with world.syncing([0, 1], large) as trainer:
         world.workers[0].stop()
@@ -54,7 +54,7 @@ def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: M
 
 
 def limit_calls(setup: WorkerSetup, seconds: float) -> None:
-    """What `rpc_timeout` does, from now on."""
+    """Set ``rpc_timeout`` for this process."""
     rpc._set_rpc_timeout(seconds)
     assert rpc.get_rpc_timeout() == seconds
 
@@ -87,13 +87,13 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
         world.workers[0].do(awaits_an_update)
         world.workers[0].do(depart)
         error = trainer.do(attempt, wait_async)
-        # The update had come: it is applied, and the answer finds no way home.
+        # The update had already arrived: it is applied, and its answer is lost.
         assert world.workers[0].do(take)
 
         assert isinstance(error, WorkerLostError)
         assert list(error.lost) == [0]
         assert world.workers[0].do(shows) == (1, {2.0})
-        for _ in range(2):  # nothing more can arrive, and `receive` says why, each time
+        for _ in range(2):  # nothing more can arrive: each `receive` raises the reason
             ended = world.workers[0].do(attempt, take, 0.1)
             assert type(ended) is TransportError
             assert "RPC was shut down in this process" in str(ended)
@@ -102,7 +102,7 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
 
 
 def awaits_an_update(setup: WorkerSetup) -> None:
-    """Return once an update has come, and do not read it."""
+    """Wait until an update has arrived, without reading it."""
     waited = Deadline(PATIENCE)
     while not any(isinstance(each.message, Update) for link in setup.receiver.driver.links() for each in link._arrived):
         assert not waited.passed, "no update has come"
@@ -123,7 +123,7 @@ def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived:
 
 
 def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short_lived: Make) -> None:
-    """What torch does, and the docs say."""
+    """Torch's behaviour, as the docs describe it."""
     world = short_lived(2)
     world.workers[0].kill()
     substitute = world.stranger()
@@ -131,7 +131,7 @@ def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short
     world.workers[1].tell(depart, True)
     time.sleep(2.0)
 
-    # It waits, or has been refused by then.
+    # The substitute waits, or has already been refused.
     if substitute.answered():
         with pytest.raises(RuntimeError):
             substitute.answer()

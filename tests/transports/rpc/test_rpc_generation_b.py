@@ -1,4 +1,4 @@
-"""The scheme's own verbs over RPC: `connect`, `send`, `receive`."""
+"""Generation B over RPC: the scheme's `connect`, `send` and `receive`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weightsync import RPCWeightSyncScheme, WeightSyncScheme
 
 
 class Remote:
-    """A collector with a weightsync receiver, made and wired by calls of RPC as TorchRL's are."""
+    """A collector with a weightsync receiver, created and connected by RPC calls, like TorchRL's collectors."""
 
     def __init__(self, scheme: RPCWeightSyncScheme) -> None:
         self.policy = small()
         self.scheme = scheme
 
     def register(self) -> bool:
-        """What TorchRL calls `register_scheme_receiver`."""
+        """Initialise and connect the receiver, like TorchRL's `register_scheme_receiver`."""
         self.scheme.init_on_receiver(model_id="policy", context=self, worker_idx=0)
         self.scheme.connect(worker_idx=0)
         return self.scheme.synchronized_on_receiver
@@ -39,7 +39,7 @@ class Remote:
 
 
 class Trainer:
-    """What TorchRL's RPC collector looks like to a scheme."""
+    """A context with the attributes of TorchRL's RPC collector that schemes read."""
 
     def __init__(self, names: list[str], rrefs: list[Any] | None = None) -> None:
         self.collector_infos = [rpc.get_worker_info(name) for name in names]
@@ -57,7 +57,7 @@ def crew(world: World) -> Any:
 
 
 def meet(setup: WorkerSetup, names: list[str]) -> bool:
-    """The trainer's side."""
+    """Initialise and connect the trainer's side."""
     setup.kept["context"] = context = Trainer(names)
     setup.scheme, setup.model = WeightSyncScheme.from_backend("rpc"), context.policy
     setup.scheme.init_on_sender(model_id="policy", context=context)
@@ -66,7 +66,7 @@ def meet(setup: WorkerSetup, names: list[str]) -> bool:
 
 
 def meet_trainer(setup: WorkerSetup, worker_idx: int) -> set[float]:
-    """A worker's side: what it serves once it is connected."""
+    """Initialise and connect a worker's side. Returns the weights that it serves then."""
     setup.model, setup.scheme = small(), RPCWeightSyncScheme()
     setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=worker_idx)
     setup.scheme.connect(timeout=PATIENCE)
@@ -104,7 +104,7 @@ def test_a_send_is_live_in_the_background_when_it_returns(crew: World) -> None:
 
 
 def test_a_worker_wired_by_calls_of_rpc_does_not_keep_the_trainer_waiting(crew: World) -> None:
-    """TorchRL registers receivers by a call that the trainer waits for before it connects itself."""
+    """TorchRL registers receivers in a call whose end the trainer awaits before it connects its own side."""
     started = time.monotonic()
     crew.trainer.do(meet_remote, "w0")
 
@@ -143,5 +143,5 @@ def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
 
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # an older torch says so there
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # printed by older torch
     assert said == ["0 [0.0]", "1 [1.0]", "2 [2.0]"]

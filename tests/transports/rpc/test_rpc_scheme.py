@@ -1,4 +1,4 @@
-"""`RPCWeightSyncScheme` to workers with our receiver, none of whom dies."""
+"""`RPCWeightSyncScheme` with workers that have a weightsync receiver, and that stay alive."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_version_is_applied_and_answered_for(world: World, make: Any) -> None:
 
 
 def _key(setup: WorkerSetup, key: str | None) -> None:
-    """The key of whatever this process makes from now on."""
+    """Set the key of everything that this process creates from now on; None removes it."""
     os.environ.pop("WEIGHTSYNC_KEY", None)
     if key is not None:
         os.environ["WEIGHTSYNC_KEY"] = key
@@ -174,7 +174,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_stay(world: World) -> N
 
 
 def command_unknown(setup: WorkerSetup, names: list[str]) -> None:
-    """A sender that knows no model yet, so that its handshake tells no layout."""
+    """Create a sender without a model, so that its handshake has no layout."""
     setup.scheme = RPCWeightSyncScheme()
     setup.scheme.init_on_sender("policy", collector_infos=names)
     setup.kept["sender"] = setup.scheme.get_sender()
@@ -193,7 +193,7 @@ def test_many_versions_one_after_another(world: World) -> None:
         assert world.workers[0].do(shows) == (30, {30.0})
 
 
-# ------------------------------------------------------------------------------------- who comes when, and who else
+# ------------------------------------------------------------------------------------- early senders, other workers
 
 
 def test_what_is_sent_before_a_receiver_listens_waits_for_it(world: World) -> None:
@@ -215,7 +215,7 @@ def wait_briefly(setup: WorkerSetup) -> Any:
 
 
 def test_waiting_calls_hold_no_thread_of_rpc(world: World) -> None:
-    """Each process of the world has four threads for RPC."""
+    """Each process of the world has only four threads for RPC."""
     world.trainer.do(command_many, "w0", 12)
 
     assert world.trainer.do(ask_pid, "w0") == world.workers[0].pid
@@ -234,7 +234,7 @@ def ask_pid(setup: WorkerSetup, name: str) -> int:
 
 
 def test_calls_that_nobody_took_go_home_when_the_sender_closes(world: World) -> None:
-    """Otherwise a graceful shutdown of RPC would wait for them forever."""
+    """A graceful shutdown of RPC would wait forever for calls that do not return."""
     world.trainer.do(command_many, "w1", 3)
     assert world.trainer.do(outstanding_calls) >= 3
     world.trainer.do(retire)
@@ -243,7 +243,7 @@ def test_calls_that_nobody_took_go_home_when_the_sender_closes(world: World) -> 
 
 
 def comes_to_rest(world: World) -> bool:
-    """Whether the trainer's calls all come home."""
+    """Whether all of the trainer's calls return."""
     deadline = time.monotonic() + PATIENCE
     while world.trainer.do(outstanding_calls) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -349,7 +349,7 @@ def add_again(setup: WorkerSetup, worker_id: int, name: str) -> None:
 
 
 def test_a_worker_that_serves_the_version_already_takes_a_new_link(world: World) -> None:
-    """Over a link that has not been answered yet the weights travel; before, the worker had mapped them."""
+    """Over a new link the weights travel until it is answered; over the former one, the worker mapped them."""
     with world.syncing([0], large) as trainer:
         for version in (1, 3):
             trainer.tell(send, float(version))
@@ -364,14 +364,14 @@ def test_a_worker_that_serves_the_version_already_takes_a_new_link(world: World)
 
 
 def take_until(setup: WorkerSetup, version: int) -> None:
-    """Receive until this version is served. The old link never ends before the new one is here."""
+    """Receive until this version is served. The old link never ends before the new one has arrived."""
     waited = Deadline(PATIENCE)
     while setup.receiver.version != version and not waited.passed:
         setup.receiver.receive(timeout=0.5)
 
 
 def catch_up(setup: WorkerSetup) -> None:
-    """Wait until the worker has answered over its new link with the version that it serves."""
+    """Wait until the worker has reported the version that it serves over its new link."""
     sender, waited = setup.kept["sender"], Deadline(PATIENCE)
     while sender.workers[0].served != sender.version and not waited.passed:
         sender.poll()
@@ -428,7 +428,7 @@ def test_a_context_gives_what_is_not_given(world: World) -> None:
 
 
 class Context:
-    """What a trainer's collector looks like to a scheme."""
+    """A context with the attributes of a trainer's collector that schemes read."""
 
     def __init__(self) -> None:
         self.collector_infos = [rpc.get_worker_info("w0")]
@@ -506,7 +506,7 @@ def _listen_to_the_log(setup: WorkerSetup) -> None:
 
 
 class _Lines(logging.Handler):
-    """What weightsync logs until it is closed."""
+    """A log handler that records the lines of weightsync until it is closed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`RPCTransport` on its own."""
+"""`RPCTransport` without a scheme."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trainer(world: World) -> Any:
 
 
 def reach(setup: WorkerSetup, kind: Any, name: str = "w0", by_scheme: bool = False) -> bool:
-    """Make a transport to a new collector."""
+    """Create a transport to a new collector. Returns whether it is connected."""
     rref = rpc.remote(name, kind)
     info = rpc.get_worker_info(name)
     if by_scheme:

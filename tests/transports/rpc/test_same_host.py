@@ -1,4 +1,4 @@
-"""Calls to a worker on the same host: it maps the payload in place; and who may still read it."""
+"""Calls to a worker on the same host, which maps payloads in place: their seals, refusals, and reuse of buffers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbyte
 
 
 def hello(**changed: Any) -> bytes:
-    """A trainer's handshake, from this process unless something is changed."""
+    """The Hello of a trainer in this process, with changes."""
     pid, started = own_identity()
     fields = {"host": own_host(), "pid": pid, "started": started, **changed}
     return codec.encode(Hello(model_id="m", incarnation=1, **fields))
 
 
 class Ends(NamedTuple):
-    """A link after its handshake."""
+    """Both ends of a link after its handshake."""
 
     server: CallServer
     shared: SharedPayloads
@@ -46,13 +46,13 @@ class Ends(NamedTuple):
         return self.placed(version)[1]
 
     def placed(self, version: int = 1) -> tuple[Update, SegmentPlace | None]:
-        """What a link sends of a version whose worker maps its payload, if it does."""
+        """The update that a link sends, and the place of its payload, if the worker maps it."""
         update = Update(model_id="m", incarnation=1, version=version, layout_digest=b"", nbytes=NBYTES)
         self.shared.shares(self.buffer)
         return self.shared.place(update, self.buffer)
 
     def arrived(self, place: SegmentPlace, update: Update = UPDATE) -> Any:
-        """What the worker's link brings of an update whose payload is there."""
+        """The message that the worker's link delivers for an update with its payload at this place."""
         self.server.submit(Parcel("a", 1, codec.encode(update), place=place))
         (received,) = self.link.receive()
         return received
@@ -95,7 +95,7 @@ def test_g2_a_payload_goes_as_the_link_promised_although_an_answer_comes_in_betw
 
 
 def test_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhile(ends: Ends) -> None:
-    """Another thread of the trainer packs it, and asks for it between the two steps of this one's send."""
+    """Another thread of the trainer packs the next payload, between the two steps of this one's send."""
     following = Buffer(NBYTES, Storage.SEGMENTS)
     assert ends.shared.shares(ends.buffer)
     assert ends.shared.shares(following)
@@ -106,7 +106,7 @@ def test_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhi
 def test_what_a_link_promised_of_a_payload_that_it_was_not_sent_does_not_hold_for_the_next_in_that_buffer(
     ends: Ends,
 ) -> None:
-    """It went to other workers only."""
+    """The payload of the promise went only to other workers."""
     assert ends.shared.shares(ends.buffer)
     ends.hear(Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no room"))
     ends.buffer.unseal()
@@ -233,7 +233,7 @@ def test_under_a_key_no_call_names_memory_since_that_may_change_after_it_was_aut
 
 
 def wide(fill: float = 0.0) -> nn.Module:
-    """A model that does not fit a small message."""
+    """A model too large for a small message."""
     model = nn.Linear(200, 200)
     for parameter in model.parameters():
         nn.init.constant_(parameter, fill)
@@ -241,7 +241,7 @@ def wide(fill: float = 0.0) -> nn.Module:
 
 
 def _counting(setup: Any) -> None:
-    """Count the payloads whose place was named, in the trainer."""
+    """Record in the trainer, for each payload, whether its place was sent."""
     setup.kept["places"] = counted = _Counted()
     counted.begin()
 
@@ -276,7 +276,7 @@ def _shows(setup: Any) -> set[float]:
 
 
 def _unreachable(setup: Any) -> None:
-    """From now on this worker finds no memory at the trainer's places."""
+    """Make this worker find no memory at the trainer's places from now on."""
     setup.kept["blind"] = _Blind()
 
 
@@ -297,7 +297,7 @@ class _Blind:
 def test_over_rpc_a_payload_that_cannot_be_mapped_is_refused_then_carried_and_later_mapped(world: World) -> None:
     with world.syncing([0], wide) as trainer:
         worker = world.workers[0]
-        # Whether the handshake is answered before this one goes out is open.
+        # The handshake may or may not be answered before this update is sent, so it is not counted.
         trainer.tell(send, 1.0)
         assert worker.do(_shows) == {1.0}
         assert trainer.answer().ok

@@ -1,4 +1,4 @@
-"""TorchRL's RPC collector on our scheme: says after each update what the remote policy holds."""
+"""A program that runs TorchRL's RPC collector with `RPCWeightSyncScheme`, and prints the remote policy's weights."""
 
 from __future__ import annotations
 
