@@ -161,7 +161,7 @@ def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Calla
 
 
 def test_a_first_update_that_failed_for_a_dead_actor_is_made_without_it(collector: Callable[..., Any]) -> None:
-    """The recipe of docs/migrating.md: TorchRL calls each actor in its list, so remove the dead actor from there, too."""
+    """The recipe of docs/migrating.md: remove the dead actor from TorchRL's list as well, since TorchRL calls it."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})
     ray.kill(running.remote_collectors[1])
