@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md pass the kit and run, and the page names all rules, scenarios and methods."""
+"""The examples of docs/testing.md work; the page names all methods of a link, and only scenarios that exist."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_network_misbehaves_only_where_links_may() -> None:
     assert found.passed == ("the graph of lost",)
 
 
-# ------------------------------------------------------------------------------------- finds drivers that differ
+# ------------------------------------------------------------------------------------- drivers that differ
 
 
 def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:

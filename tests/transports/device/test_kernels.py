@@ -105,7 +105,7 @@ class Bench:
         return halfway
 
     def waits(self, call: Future[Any]) -> bool:
-        """Whether a call waits for kernels, rather than has ended."""
+        """Whether a call waits for kernels before it ends."""
         while not (call.done() or self.device.waited.is_set()):
             time.sleep(0)
         return not call.done()

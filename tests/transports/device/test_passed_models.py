@@ -1,4 +1,4 @@
-"""A worker's model in the trainer's memory on a GPU, where it is after `multiprocessing` has passed it."""
+"""A worker's model in the trainer's GPU memory, as after `multiprocessing` has passed it to the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines behind HTTP routes: each outcome is typed, and its evidence is the call that it rests on."""
+"""Engines behind HTTP routes: each outcome is typed, and claims no more than the calls have shown."""
 
 from __future__ import annotations
 

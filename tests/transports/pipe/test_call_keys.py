@@ -282,7 +282,7 @@ def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: t
 def test_a_goodbye_is_read_after_calls_that_its_sender_proves_only_with_it(
     call_server: tuple[CallServer, list[Any]], caplog: pytest.LogCaptureFixture, how: Callable[..., Any]
 ) -> None:
-    """The sender, whose link is already closed at the challenge, repeats no call; or its goodbye overtakes that."""
+    """The sender repeats no call once its link is closed, or its goodbye overtakes the repeated call."""
     opened, links = call_server
     seal = KeyedSeal(KEY, LINK, "the worker")
     with pytest.raises(Challenged):

@@ -128,7 +128,7 @@ class Row:
         self.random.choice([*moves, *[self.deliver] * 5 * bool(self.wire)])()
         for w, guard in self.workers.items():
             assert guard.admits is self.proven[w]
-            if self.proven[w]:  # OnlyTheSender
+            if self.proven[w]:  # the invariant OnlyTheSender
                 s = self.link[w]
                 assert (self.met[s], self.read[w]) == (w, self.said[s][: len(self.read[w])])
 
@@ -260,7 +260,7 @@ class Calls:
         moves: list[Callable[[], None]] = [self.say, self.prove, self.tell]
         self.random.choice([*moves, *[self.deliver] * 5 * bool(self.wire)])()
         for (_, s), w in self.ends.items():
-            if self.proven[w]:  # OnlyTheSender; a call server accepts each number once, in order
+            if self.proven[w]:  # the invariant OnlyTheSender; a call server accepts each number once, in order
                 assert self.met[s] == w
                 assert set(self.read[w]) <= set(range(self.said[s]))
             else:

@@ -297,7 +297,7 @@ def test_a_segment_is_freed_with_its_last_view():
 
 
 def descriptors_of(inode: int) -> list[str]:
-    """The descriptors of this process for one file, since other threads may open and close others meanwhile."""
+    """The descriptors of this process for one file; other threads may open and close others meanwhile."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

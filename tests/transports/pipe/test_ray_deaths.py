@@ -578,7 +578,7 @@ def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watc
 
 
 def test_a_call_that_waits_for_a_lost_one_is_repeated_with_word_of_that() -> None:
-    """Without the numbers of lost calls, the actor would send it back again and again for a minute."""
+    """Without the numbers of lost calls, the actor would send the call back again and again for a minute."""
 
     class Recording(Actor):
         lost: list[Any]

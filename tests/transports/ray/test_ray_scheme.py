@@ -120,7 +120,7 @@ def test_an_actor_that_left_is_not_kept_alive_by_its_former_scheme(setups: list[
     leave(sender)
 
     del handle
-    given_up = time.monotonic() + PATIENCE  # the goodbye is a call, which keeps the handle until it returns
+    given_up = time.monotonic() + PATIENCE  # the goodbye is a call, which takes a moment
     while last() is not None and time.monotonic() < given_up:
         gc.collect()
         time.sleep(0.01)

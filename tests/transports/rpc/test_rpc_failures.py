@@ -34,7 +34,7 @@ Make = Callable[..., World]
 
 
 def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: Make) -> None:
-    """While a worker is stopped for longer than ``rpc_timeout``, only the deadline ends a wait; a late answer counts."""
+    """While a worker is stopped for longer than ``rpc_timeout``, only the deadline ends waits; a late answer counts."""
     world = short_lived(2)
     for process in (world.trainer, *world.workers):  # set after joining the world, which may take longer
         process.do(limit_calls, 1.0)

@@ -124,7 +124,7 @@ def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
 
 
 def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never_came_ends(store: Any) -> None:
-    """The queue of the link's thread holds the update, whose payload used to keep the sender alive."""
+    """The queue of the link's thread holds the update, whose pinned payload used to refer to the sender."""
     scheme = DistributedWeightSyncScheme()
     scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
     scheme.get_sender().send_async()
@@ -446,7 +446,7 @@ def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
 
 @contextlib.contextmanager
 def no_thread(name: str) -> Iterator[list[threading.Thread]]:
-    """In the block, no thread of this name can be started. Yields the other threads that were."""
+    """In the block, no thread of this name can be started. Yields a list of the other threads that start."""
     begun: list[threading.Thread] = []
     real = threading.Thread.start
 

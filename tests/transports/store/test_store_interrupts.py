@@ -1,4 +1,4 @@
-"""Interrupts, and calls from other threads, while a side starts leave no thread that nobody can close."""
+"""Interrupts, and calls from other threads, while a side starts: no thread is left that nobody can end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared keys, since anyone who reaches its port can use a store; and the addresses at which own stores listen."""
+"""Shared keys, since a store is open to anyone who reaches its port; and the addresses of a scheme's own store."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
             for _ in range(3):
                 with pytest.raises(ConfigurationError, match="cannot be copied"):
                     pair.sender.send()
-        assert len(given) == 3  # as long as no update has named them, no further parts are sent, which would pile up
+        assert len(given) == 3  # parts that no update has named would pile up, so no further parts are sent
         filled(pair.source, value)
         assert pair.sync().ok
         assert constants(pair.model) == {value}

@@ -105,7 +105,7 @@ def _comes_back(cut: Cut) -> None:
 
 @over("silent", tcp=[(LINK, SILENCE)], rpc=[(LINK, SILENCE)], store=[(LINK, SILENCE)])
 def test_g10_a_link_that_falls_silent_costs_the_deadline_and_goes_on(cut: Cut, part: Part, failure: Failure) -> None:
-    """Without an end of the connection, only the deadline shows that the worker is unreachable."""
+    """Since the connection does not end, only the deadline shows that the worker is unreachable."""
     fleet = cut.fleet
     cut.in_the_middle(lambda: cut.fail(part, failure))
     fleet.victim.tell(look)

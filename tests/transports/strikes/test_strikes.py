@@ -273,7 +273,7 @@ def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fle
 
 @over(ENDS)
 def test_an_adapter_that_raises_loses_its_link_with_the_reason(fleet: Fleet, at: str) -> None:
-    """A fault of the adapter, at either end, loses that worker alone; a new link brings the worker back."""
+    """A fault of the adapter, at either end, loses that worker alone."""
     fleet.start()
     (fleet.victim if at == "worker" else fleet.trainer).do(break_reading, at)
     fleet.follow(fleet.other, 2)
