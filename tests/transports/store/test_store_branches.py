@@ -121,7 +121,7 @@ def test_a_payload_that_a_worker_may_still_ask_for_is_held_until_it_answers() ->
     workers, buffer = Workers(2), payload()
     workers.dispatch(buffer, 1)
     workers.dispatch(buffer, 2)
-    assert all(posted.done() is None for posted in workers.posted[1])  # the written message does not contain the payload
+    assert all(posted.done() is None for posted in workers.posted[1])  # the message was without the payload
     assert workers.done == []
 
     workers.branches[1].answered(ack(1))
