@@ -1,4 +1,4 @@
-"""A scripted link, which receives what a test gives it and records what is sent; and a fleet of such links."""
+"""Scripted links, which receive messages that a test gives them and record what is sent, and fleets of such links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scripted:
     """A link without a peer.
 
     Args:
-        delivery: what it promises.
+        delivery: the delivery that the link promises.
     """
 
     peer = "somebody"
@@ -35,22 +35,22 @@ class Scripted:
         self.said: list[Message] = []
         self.payloads: list[Any] = []
         self.heard: deque[Received] = deque()
-        #: What its methods raise, by their names.
+        #: The errors that methods raise, by method name.
         self.raises: dict[str, BaseException] = {}
-        #: How many messages it takes before `send` raises.
+        #: How many messages `send` takes before it raises, if `raises` names it.
         self.takes_at_most = 0
-        #: Whether all that was said has left.
+        #: The result of `flush`: whether all messages have left.
         self.gone = True
         self.flushed = 0
         self.closed = 0
         self.watched: list[tuple[int, int]] = []
 
     def receives(self, message: Message, **what: Any) -> None:
-        """Let a message be read next."""
+        """Make the link return this message on its next read."""
         self.heard.append(Received(message, **what))
 
     def takes(self) -> list[Message]:
-        """What was said since the last time."""
+        """The messages sent since the last call."""
         said, self.said = self.said, []
         return said
 
@@ -91,7 +91,7 @@ class Scripted:
 
 
 class Telling(Scripted, TellsWhatIsRead, Remarks):
-    """A link that tells what its worker has read, and why it does not answer."""
+    """A link that tells whether its worker has read everything, and why the worker does not answer."""
 
     read: bool | None = True
     remark = "it is asleep"
@@ -118,7 +118,7 @@ def hello(**fields: Any) -> Hello:
 
 
 class Fleet:
-    """A connected driver, its links, and what may be asked of both."""
+    """A connected sender driver and its links, with shorthands for what tests do with them."""
 
     def __init__(self, *links: Any) -> None:
         self.driver = SenderDriver("policy")
@@ -130,19 +130,19 @@ class Fleet:
             link.takes()
 
     def sends(self, what: Packed | None = None, targets: tuple[int, ...] | None = None) -> Packed:
-        """Dispatch a version; what it was."""
+        """Dispatch a version. Returns the packed weights."""
         sent = packed() if what is None else what
         self.driver.dispatch(pure.Send(targets), sent)
         return sent
 
     def gives_up(self, times: int, targets: tuple[int, ...] | None = None) -> None:
-        """Dispatch this many versions, and wait for none."""
+        """Dispatch this many versions, and abandon each."""
         for _ in range(times):
             self.driver.dispatch(pure.SendAsync(targets), packed())
             self.driver.take(pure.Abandon())
 
     def receives(self, worker: int, *messages: Any) -> None:
-        """Let a worker say something."""
+        """Make a worker's link return these messages, and handle them."""
         for message in messages:
             self.links[worker].receives(message)
         self.driver.pump()
@@ -155,7 +155,7 @@ class Fleet:
 
 
 def versions(link: Scripted) -> list[int]:
-    """Those of the updates that it was given."""
+    """The versions of the updates that were sent over this link since the last `takes`."""
     return [message.version for message in link.said if isinstance(message, Update)]
 
 

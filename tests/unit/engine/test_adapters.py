@@ -1,4 +1,4 @@
-"""Whatever an adapter raises is the end of its link alone, and is reported with the adapter's own words."""
+"""Any error of an adapter ends only its own link, and is reported with the adapter's own words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync.transports.process import own_host
 
 
 class Adapter:
-    """A link of which every method raises the same, or notes what it was asked."""
+    """A link whose methods all raise the given error, or else record their arguments."""
 
     peer = "somebody"
 

@@ -1,4 +1,4 @@
-"""What arrived is verified, made live in whole or refused with everything that its sender needs to know."""
+"""An arrived update is verified, and then applied in whole or refused with everything that its sender needs to know."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from weightsync.weights.tree_digest import digest
 
 
 class Moody(nn.Module):
-    """Takes its extra state, unless a test forbids it."""
+    """A model that refuses the extra state 13."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def pair() -> Iterator[Pair]:
 
 
 def refused(pair: Pair) -> Outcome:
-    """What the sender learns of an update that the receiver refuses now."""
+    """The sender's outcome of an update that the receiver refuses now."""
     assert pair.receiver.receive(timeout=0) is False
     with pytest.raises(RefusedError) as caught:
         pair.sender.wait_async(timeout=PATIENCE)
@@ -120,7 +120,7 @@ def test_where_torch_computes_no_values_nothing_is_sent_and_nothing_applied(sche
 
 
 class Raises(logging.Handler):
-    """A handler of the user's that fails, as pytest's and Sentry's may."""
+    """A user's log handler that fails, as those of pytest and Sentry may."""
 
     def emit(self, record: logging.LogRecord) -> None:
         raise OSError(f"the log is full: {record.getMessage()}")
@@ -205,7 +205,7 @@ def test_a_swap_that_breaks_closes_the_receiver_and_both_ends_are_told_why(
 
 
 def test_a_model_that_changes_behind_its_staging_is_looked_at_again(pair: Pair) -> None:
-    """What was staged for one model is not swapped into another."""
+    """A version that was staged for one model is not swapped into another one."""
     pair.sender.send_async()
     with pair.receiver.serving():
         assert pair.receiver.receive(timeout=0) is False
@@ -255,7 +255,7 @@ def test_weights_given_by_hand_that_are_the_pending_ones_are_acked_as_they_are(p
 
 
 def test_weights_given_by_hand_are_the_pending_ones_also_where_the_worker_wrote_into_older_ones() -> None:
-    """In shared memory, the pending version lies where an older one did, which the parameters were views of."""
+    """In shared memory the pending version lies in a slot of an older version, of which the parameters were views."""
     pair = Pair(SharedMemWeightSyncScheme, model=large)
     try:
         for _ in range(4):
@@ -294,7 +294,7 @@ def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> N
 
 
 class Halfway(WeightStrategy):
-    """Writes half of the weights, and raises."""
+    """A strategy that writes half of the weights and then raises."""
 
     def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
         assert isinstance(destination, Moody)
@@ -346,7 +346,7 @@ def test_the_memory_that_a_model_has_left_is_tidied_once_there_is_nothing_to_app
 
 
 def many_small(fill: float) -> nn.Module:
-    """Tensors so small that a worker keeps views of its slots, and more bytes than a slot has to have."""
+    """A model whose tensors are so small that a worker keeps views of its slots, but whose payload needs a slot."""
     return filled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))), fill)
 
 
@@ -356,7 +356,7 @@ def test_what_a_worker_has_written_is_undone_while_it_waits_if_it_can_no_longer_
 ) -> None:
     monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", 0)
     pair = Pair(SharedMemWeightSyncScheme, model=many_small)
-    for _ in range(6):  # both slots come again: their views are kept
+    for _ in range(6):  # both slots are filled again: the worker keeps its views of them
         pair.sync()
         pair.receiver.receive(timeout=0)
     kept = next(pair.model.parameters()).detach()
@@ -381,14 +381,14 @@ def test_what_a_worker_has_written_is_undone_while_it_waits_if_it_can_no_longer_
 
 
 class Holder:
-    """A worker's own object, on which its model is found."""
+    """A worker's own object that has the model as an attribute."""
 
     policy: Any
 
 
 @pytest.fixture
 def staged(pair: Pair) -> Holder:
-    """The context of a receiver that has staged a version for a model found there."""
+    """The context of a receiver that has staged a version but not swapped it in; its model is found by path."""
     holder = Holder()
     holder.policy = pair.model
     pair.receiver.set_context(holder)
@@ -488,7 +488,7 @@ def test_a_refusal_says_what_it_rests_on(pair: Pair) -> None:
 def test_a_version_goes_live_as_a_serving_block_begins_in_a_function_that_torch_compiles(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled in part, the swap would fail half way."""
+    """If Dynamo compiled part of the swap, it would fail halfway."""
     monkeypatch.setattr(pair.receiver, "_forwards_swap", True)
     torch._dynamo.reset()
 

@@ -1,4 +1,4 @@
-"""How far a link runs ahead of its worker."""
+"""The backlog of a link: how many unanswered updates are sent, and which one waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_was_read_is_taken_before_what_comes_behind_it_although_a_write_fai
     fleet = plain()
     link = fleet.links[0]
     fleet.gives_up(2)
-    fleet.sends()  # waits behind the two
+    fleet.sends()  # waits behind the two unanswered ones
     taken: list[tuple[str, int]] = []
     fleet.driver.watch_steps(lambda _state, _data, event, _step: taken.append(named(event)))
     link.raises = {"send": TransportError("It is gone.")}
@@ -51,7 +51,7 @@ def test_what_was_read_is_taken_before_what_comes_behind_it_although_a_write_fai
 
 
 def named(event: pure.Event) -> tuple[str, int]:
-    """What a worker said, and of which version; or another event."""
+    """The type and version of a worker's answer, or the type of any other event and 0."""
     if isinstance(event, pure.Answer):
         return type(event.message).__name__, version_of(event.message)
     return type(event).__name__, 0

@@ -1,10 +1,10 @@
-"""What a small send costs in calls of Python functions: no more than is written down in `calls_per_send.toml`.
+"""The cost of a small send in Python function calls, which must not exceed that stored in `calls_per_send.toml`.
 
-And how far it goes: how many files of the package it passes at both ends, and how often it goes from one to another.
+A second measure: how many files of the package an update passes at both ends, and how often it crosses between files.
 
-Calls are counted by `sys.setprofile`, its ``call`` events alone: calls of functions in C are not counted, resumed
-generators are. Trainer and workers are in this process, so that nothing depends on who is faster. After a change that
-is meant to change the counts, ``PYTHONPATH=tests python tests/unit/engine/test_calls_per_send.py`` writes them anew.
+`sys.setprofile` counts the calls, by ``call`` events alone: calls of C functions are not counted, resumed generators
+are. Trainer and workers share this process, so that the counts do not depend on which of them is faster. After an
+intended change, ``PYTHONPATH=tests python tests/unit/engine/test_calls_per_send.py`` rewrites the stored counts.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ import weightsync
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 PACKAGE = Path(weightsync.__file__).parent
-#: The most files that one update passes over pipes, trainer and worker together, and calls from one to another.
+#: The limits for one update over pipes, trainer and worker together: files passed, and calls between files.
 MOST_FILES, MOST_CROSSINGS = 32, 165
 STORED = Path(__file__).with_name("calls_per_send.toml")
-#: A count may differ by this factor between releases of Python and of the libraries before it counts as a rise.
+#: The factor by which a count may exceed the stored one: it varies with releases of Python and of the libraries.
 TOLERANCE = 1.1
-#: Elements of the model's only parameter: the payload travels inline, or in a slot.
+#: Elements of the model's only parameter. The payload travels inline, or in a slot.
 SIZES = {"inline": 4, "slot": 64 * 1024}
 SCHEMES = {"pipes": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme}
-#: How often one number is sent.
+#: How many sends of one number are measured.
 SENDS = 20
 CASES = [f"{scheme}-{size}-{workers}" for scheme in SCHEMES for size in SIZES for workers in (1, 2)]
 
 
 def counted(call: Callable[[], object]) -> int:
-    """How many Python functions a call calls, itself included."""
+    """The number of Python functions that are called during this call, itself included."""
     return sum(passed(call).values())
 
 
 def passed(call: Callable[[], object]) -> Counter[tuple[str, str]]:
-    """How often a call goes from one file to another, or stays in one."""
+    """The number of calls by pair of files: the file of the caller, and that of the called function."""
     calls: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType) -> None:
@@ -58,7 +58,7 @@ def passed(call: Callable[[], object]) -> Counter[tuple[str, str]]:
 
 
 def update_over_a_pipe(size: int) -> Counter[tuple[str, str]]:
-    """The calls of one update at both ends of a pipe, once all is warm: dispatched, applied, acked, reported."""
+    """The calls of one update at both ends of a warmed-up pipe: dispatched, applied, acked and reported."""
     trainer, worker, (ours, theirs) = SCHEMES["pipes"](), SCHEMES["pipes"](), multiprocessing.Pipe()
     try:
         trainer.init_on_sender("policy", pipes=[ours], model=model(size))
@@ -74,7 +74,7 @@ def update_over_a_pipe(size: int) -> Counter[tuple[str, str]]:
 
 
 def counts(case: str) -> dict[str, int]:
-    """The calls of one send in the trainer, and of one `receive` in a worker, once all is warm."""
+    """The calls of one warmed-up send in the trainer, and of one `receive` in a worker."""
     scheme, size, workers = case.split("-")
     pairs = [multiprocessing.Pipe() for _ in range(int(workers))]
     trainer = SCHEMES[scheme]()
@@ -96,7 +96,7 @@ def counts(case: str) -> dict[str, int]:
 
 
 def _sent(sender: Any, receivers: list[Any]) -> tuple[int, int]:
-    """The calls in the trainer and in the busiest worker, of a send to all."""
+    """Send to all workers. Returns the calls in the trainer and in the busiest worker."""
     in_trainer = counted(sender.send_async)
     in_workers = [counted(lambda receiver=receiver: receiver.receive(0.0)) for receiver in receivers]
     while any(receiver.version != sender.version for receiver in receivers):  # the handshakes come first
@@ -128,10 +128,9 @@ def test_a_small_send_takes_no_more_calls_of_python_than_are_written_down(case: 
 
 
 def calls_of_one_number(scheme: str, workers: int) -> tuple[float, float]:
-    """The calls of a whole send of one number, the median of several: in the trainer, and in the busiest worker.
+    """The median number of calls of a whole send of one number: in the trainer, and in the busiest worker.
 
-    The count varies: a worker that waited for the update has looked for it in vain before, and two answers may be found
-    by one look or by two.
+    The count varies: a waiting worker may have looked for the update in vain before, and one look may find two answers.
     """
     made = Pair(SCHEMES[scheme], workers, lambda value: torch.nn.ParameterDict({"number": torch.tensor([value])}))
 
@@ -160,7 +159,7 @@ def test_a_send_of_one_number_takes_at_most_150_calls_and_60_for_each_further_wo
 @pytest.mark.untraced("a recorded driver calls more")
 @pytest.mark.parametrize("size", SIZES)
 def test_an_update_passes_few_files_and_seldom_goes_from_one_to_another(size: str) -> None:
-    # A layout that no other test has used: equal layouts of theirs would be compared with it.
+    # A layout that no other test uses: equal layouts left by other tests would be compared with this one.
     calls = update_over_a_pipe(SIZES[size] + 7)
     ours = {pair: count for pair, count in calls.items() if Path(pair[1]).is_relative_to(PACKAGE)}
     crossings = {pair: n for pair, n in ours.items() if pair[0] != pair[1] and Path(pair[0]).is_relative_to(PACKAGE)}
@@ -178,7 +177,7 @@ def test_another_worker_costs_the_trainer_less_than_the_first() -> None:
 
 
 def calls_an_answer(workers: int) -> float:
-    """The trainer's calls for an answer that arrives alone, on average over all workers."""
+    """The trainer's calls for one answer that arrives alone, averaged over all workers."""
     made = Pair(MultiProcessWeightSyncScheme, workers)
     try:
         driver = made.sender._driver
@@ -197,7 +196,7 @@ def calls_an_answer(workers: int) -> float:
 
 @pytest.mark.untraced("a recorded driver calls more")
 def test_an_answer_costs_the_trainer_the_same_however_many_workers_there_are() -> None:
-    # Both are so many that mappings by worker are trees: up to 32 workers they are plain dicts, which take fewer calls.
+    # Both are enough workers for mappings by worker to be trees. Up to 32 workers they are dicts, with fewer calls.
     assert calls_an_answer(72) <= 1.15 * calls_an_answer(36)
 
 

@@ -1,4 +1,4 @@
-"""A machine's data changes by steps of its pure half, and by nothing else."""
+"""A machine's data changes only by steps of its pure half."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import weightsync
 
 ROOT = Path(weightsync.__file__).parent
-#: Who assigns it: a new driver, and the one place where a machine moves.
+#: The allowed assignments: in a new driver, and in the one place where a machine takes a step.
 ALLOWED = {
     ("engine/driver.py", "__init__", "self.data = data"),
     ("engine/driver.py", "_step", "self.data = step.data"),
@@ -17,7 +17,7 @@ ALLOWED = {
 
 
 def assigned(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Each statement that sets an attribute named ``data``, and the function that it is in."""
+    """Each statement that sets an attribute named ``data``, with the name of its function."""
     for function in ast.walk(module):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in ast.walk(function):
@@ -46,7 +46,7 @@ def test_a_drivers_data_is_assigned_from_a_steps_result_alone() -> None:
     for path in sorted(ROOT.rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
         for function, statement in assigned(ast.parse(path.read_text(encoding="utf-8"))):
-            # Elsewhere tensors have such an attribute too.
+            # Outside of the engine, tensors have an attribute of this name too.
             if place.startswith("engine/") or "driver" in statement:
                 found.add((place, function, statement))
 

@@ -1,4 +1,4 @@
-"""A driver that refuses a call says what was called, why it is refused, and which steps led there."""
+"""A driver that refuses a call names the call, the reason, and the steps that led to its state."""
 
 from __future__ import annotations
 

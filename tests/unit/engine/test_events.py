@@ -43,7 +43,7 @@ from weightsync.protocol import sender as pure
 
 
 class Listener:
-    """Keeps what it is given, and can be waited for."""
+    """A callback that keeps its events, and for which a test can wait."""
 
     def __init__(self) -> None:
         self.events: list[SyncEvent] = []
@@ -55,14 +55,14 @@ class Listener:
             self._more.notify_all()
 
     def until(self, count: int) -> list[SyncEvent]:
-        """The events, once there are this many."""
+        """Wait for this many events, and return them."""
         with self._more:
             assert self._more.wait_for(lambda: len(self.events) >= count, PATIENCE), self.events
             return list(self.events)
 
 
 class Recorded(Events):
-    """Keeps events at once, without a thread."""
+    """Events that are kept at once, without a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Recorded(Events):
         self.found.append(event)
 
     def takes(self) -> list[tuple[EventKind, int | None, int | None, OutcomeKind | None]]:
-        """What came since the last time."""
+        """Kind, worker, version and outcome of the events since the last call."""
         found, self.found = self.found, []
         return [(event.kind, event.worker, event.version, event.outcome) for event in found]
 
@@ -226,7 +226,7 @@ def test_a_callback_that_never_returns_delays_no_sync_and_no_close_and_what_is_d
         assert all(pair.sync().ok for _ in range(4))
         assert seen.wait(PATIENCE)
         dropped = subscription.dropped
-        # Two events for each update and one for the handshake; one is in the callback at most, and three wait.
+        # Each update makes two events and the handshake one. The callback holds at most one event, and three wait.
         assert dropped >= 2 * 4 + 1 - 4
         pair.scheme.close()
         assert subscription.dropped > dropped
@@ -281,7 +281,7 @@ def test_a_tracer_that_gives_no_text_loses_no_events(fleet: Fleet, seen: Recorde
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_subscription_that_is_copied_says_what_to_do_about_it(copied: Any) -> None:
-    """As an attribute of an object of the user's that travels to a worker."""
+    """The subscription may be an attribute of a user's object that travels to a worker."""
     holder = SimpleNamespace(subscription=Events().subscribe(print))
 
     with pytest.raises(ConfigurationError, match="leave it out"):
@@ -320,7 +320,7 @@ def test_the_thread_ends_when_only_the_sender_is_closed(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_IDLE_S", 2 * PATIENCE)  # so that it does not end because nothing happens
+    monkeypatch.setattr(module, "_IDLE_S", 2 * PATIENCE)  # the thread must not end because it is idle
     listener = Listener()
     pair.scheme.on_event(listener)
     pair.sync()
@@ -401,7 +401,7 @@ def test_a_callback_is_called_for_what_happened_between_its_registration_and_its
     pair.sync()
     assert busy.wait(PATIENCE)
     pair.scheme.on_event(late)
-    subscription.cancel()  # while the call before its own still runs
+    subscription.cancel()  # while the callback before it still runs
     free.set()
     pair.sync()
     listener.until(5)
@@ -418,7 +418,7 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 
 class AsyncListener:
-    """Its body would never run."""
+    """A callback whose body would never run, since its coroutine is not awaited."""
 
     async def __call__(self, event: SyncEvent) -> None:
         raise AssertionError(event)
@@ -484,7 +484,7 @@ def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monke
     both_in = threading.Barrier(2)
 
     class Slow(Events):
-        """Is made only once both threads make one, or if the other one cannot."""
+        """Events whose constructor waits for a second thread in it, or for half a second if none comes."""
 
         def __init__(self) -> None:
             with contextlib.suppress(threading.BrokenBarrierError):

@@ -1,4 +1,4 @@
-"""In a forked child each holder forgets what it holds: once, and again in the child's own children."""
+"""After a fork, the child tells each inherited holder once to forget its resources, as do the child's own children."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.transports.store import link as store_link
 
 
 class Holder:
-    """Registers itself again, as what lives on in the child does."""
+    """A holder that counts calls of `forget`, and may register itself again, as an object that the child uses does."""
 
     def __init__(self, again: bool) -> None:
         self.again, self.forgotten = again, 0
@@ -55,7 +55,7 @@ def test_each_holder_forgets_once_a_fork_and_again_if_it_registers_again(monkeyp
 
 
 class Needy(Holder):
-    """Needs a descriptor, of which there is none until the others have closed theirs."""
+    """A holder whose first `forget` fails: no descriptor is free until the other holders have closed theirs."""
 
     def forget(self) -> None:
         super().forget()
@@ -101,7 +101,7 @@ def _fails(*_: object, **__: object) -> None:
     raise TransportError("no descriptor is left")
 
 
-#: Makes a link, up to the call of what is named.
+#: Incomplete links: a module, the name in it that fails when called, and a function that makes the link.
 UNFINISHED: dict[str, tuple[object, str, Callable[[], object]]] = {
     "over a store": (
         store_link,
@@ -121,7 +121,7 @@ GUARD: Any = None
 def test_a_child_forgets_everything_else_although_a_link_was_not_finished_at_the_fork(
     module: object, name: str, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread was making it, or it could not be made and the error is kept."""
+    """Another thread was constructing the link, or the construction failed and the kept error refers to the link."""
     monkeypatch.setattr(process, "_inherited", WeakSet())
     monkeypatch.setattr(module, name, _fails)
     holders = [Holder(again=False) for _ in range(8)]
@@ -130,7 +130,7 @@ def test_a_child_forgets_everything_else_although_a_link_was_not_finished_at_the
 
     process._forget_all()
 
-    assert caught.traceback  # its frames hold the link
+    assert caught.traceback  # the frames of the traceback hold the link
     assert [holder.forgotten for holder in holders] == [1] * len(holders)
 
 
@@ -148,7 +148,7 @@ def test_a_child_that_is_forked_while_another_thread_looks_something_up_waits_fo
 
 
 class Child:
-    """A forked child, which tells once it is asked what weights a model has there."""
+    """A forked child that reports the weights of its copy of a model when it is asked."""
 
     def __init__(self, model: nn.Module) -> None:
         self._ours, theirs = multiprocessing.Pipe()
@@ -170,7 +170,7 @@ class Child:
 
 @pytest.mark.parametrize("scheme_class", SCHEMES.values(), ids=SCHEMES)
 def test_g3_a_forked_child_keeps_the_version_that_was_served(scheme_class: type) -> None:
-    """The trainer fills a slot again once the parent has acked a newer version: the child is not asked."""
+    """The trainer refills a slot once the parent has acked a newer version; it does not ask the child."""
     pair = Pair(scheme_class, model=large)
     pair.sync(filled(pair.source, 1.0))
     child = Child(pair.model)
@@ -220,7 +220,7 @@ def test_a_fork_without_memory_for_a_model_says_what_to_do_and_keeps_the_other_m
 
 
 class Waiting(nn.Module):
-    """Its extra state is set in the middle of a swap, when it is told to go on."""
+    """A model whose swap stops halfway, where its extra state is set, until the test lets it go on."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_g3_a_process_forks_before_or_after_a_swap_but_not_amid_one() -> None:
 
 
 def test_g3_a_model_leaves_its_slot_before_a_fork_once_forwards_in_other_threads_have_ended() -> None:
-    """They read the parameters' addresses, shapes and storages, which change one after another."""
+    """Forwards read the parameters' addresses, shapes and storages, which change one by one as the model leaves."""
     pair = Pair(SharedMemWeightSyncScheme, model=large)
     pair.sync(filled(pair.source, 1.0))
     with ThreadPoolExecutor(1) as pool:
@@ -286,7 +286,7 @@ def test_forwards_give_way_to_the_next_version_for_as_long_as_if_they_had_not_gi
     pair = Pair(SharedMemWeightSyncScheme, model=large)
     pair.sync(filled(pair.source, 1.0))
     lock = pair.receiver._served.serving
-    lock.patience()  # a forward gives way
+    lock.patience()  # as a forward does that gives way
 
     assert forked(lambda: None) == 0
     assert lock._queued_since is None
@@ -294,7 +294,7 @@ def test_forwards_give_way_to_the_next_version_for_as_long_as_if_they_had_not_gi
 
 
 def test_g10_a_version_that_a_background_reader_gets_during_a_fork_goes_live_after_it() -> None:
-    """No forward follows that would look for it."""
+    """No forward follows that would swap the version in."""
     pair = Pair(MultiProcessWeightSyncScheme)
     reader = Background(pair.receiver, lambda: None)
     forks.forks.before()
@@ -302,7 +302,7 @@ def test_g10_a_version_that_a_background_reader_gets_during_a_fork_goes_live_aft
     pair.sender.send_async(filled(pair.source, 2.0))
     while pair.receiver._served.staged is None:
         time.sleep(0.01)
-    time.sleep(0.1)  # until the reader waits
+    time.sleep(0.1)  # give the reader time to start waiting
     forks.forks.after()
 
     report = pair.sender.wait_async(timeout=PATIENCE / 2, on_failure="report")
@@ -312,7 +312,7 @@ def test_g10_a_version_that_a_background_reader_gets_during_a_fork_goes_live_aft
 
 
 def ended(child: int) -> int | None:
-    """The exit code of a child; None if it hung, and was killed."""
+    """Wait for a child. Returns its exit code, or None if it hung and was killed."""
     watch = process.ProcessWatch(child, 0)
     hung = not watch._dies_within(int(PATIENCE * 1000))
     watch.close()
@@ -323,7 +323,7 @@ def ended(child: int) -> int | None:
 
 
 def forked(work: Callable[[], object]) -> int | None:
-    """Fork a child that does some work; see `ended`."""
+    """Fork a child that calls ``work``. Returns what `ended` does."""
     child = os.fork()
     if child == 0:
         work()
@@ -332,7 +332,7 @@ def forked(work: Callable[[], object]) -> int | None:
 
 
 def in_a_thread(work: Callable[[], object]) -> list[object]:
-    """What work returned in a thread; empty if it did not end."""
+    """Call ``work`` in a thread. Returns a list with its result, or an empty list if it did not return."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -362,7 +362,7 @@ def test_a_signals_handler_forks_while_its_thread_begins_or_ends_a_forward() -> 
     pair.sync(filled(pair.source, 1.0))
 
     def interrupted() -> int | None:
-        with pair.receiver._served.serving._lock:  # what the handler interrupts
+        with pair.receiver._served.serving._lock:  # held when the signal handler interrupts the thread
             return forked(lambda: None)
 
     assert in_a_thread(interrupted) == [0]
@@ -372,7 +372,7 @@ def test_a_signals_handler_forks_while_its_thread_begins_or_ends_a_forward() -> 
 
 
 def test_a_fork_leaves_no_threads_of_torch_that_its_child_would_wait_for() -> None:
-    """With GNU's OpenMP a child hangs that uses several threads, if the thread that forked it has done so."""
+    """With GNU OpenMP, a child that uses several threads hangs if the thread that forked it had done so before."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     pair = Pair(SharedMemWeightSyncScheme, model=lambda fill: filled(nn.Linear(1000, 1000), fill))

@@ -1,4 +1,4 @@
-"""A text that somebody else wrote, inside one of weightsync's, ends as a sentence does."""
+"""A foreign text that is quoted in a message of weightsync ends with one mark, as a sentence does."""
 
 from __future__ import annotations
 

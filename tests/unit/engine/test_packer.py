@@ -1,4 +1,4 @@
-"""A version is packed into a buffer that nobody reads, and stays the packer's until it is handed over."""
+"""A version is packed into a buffer without readers, and the packer owns the buffer until it is handed over."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_buffer_is_written_again_once_it_was_handed_over_and_not_before() -> N
 
 
 class Interrupted(set[Any]):
-    """The pins of a buffer; a signal comes as one is added, and its handler raises once the call is over."""
+    """The pins of a buffer. `add` pins and then raises, as if a signal had arrived during the call."""
 
     def add(self, pin: Any) -> None:
         super().add(pin)
@@ -105,7 +105,7 @@ def test_an_interrupt_just_as_a_buffer_was_taken_leaves_it_free() -> None:
 
 @pytest.fixture
 def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Have SIGUSR1 call something, once."""
+    """A function that makes SIGUSR1 call its argument, once."""
 
     def set_handler(call: Callable[[], object]) -> None:
         calls = iter([call])
@@ -117,7 +117,7 @@ def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
 
 
 def struck_as_memory_is_made(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGUSR1 comes whenever the kernel allocates pages of a buffer, which may take seconds."""
+    """Raise SIGUSR1 whenever pages of a buffer are allocated: this may take seconds, without the packer's lock."""
 
     def populate(_: object) -> None:
         assert packer._lock.acquire(blocking=False), "the handler would wait for its own thread forever"
@@ -153,9 +153,9 @@ def test_a_signal_handler_may_close_the_packer_while_its_thread_reserves_buffers
 def test_a_signal_handler_that_packs_while_its_thread_takes_a_buffer_gets_another(
     on_signal: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the weights of the one would be written over those of the other."""
+    """Otherwise one of the two versions would overwrite the other's weights."""
     packer, acquire, handlers = Packer(), Pool.acquire, list[Any]()
-    packer.handed_over(packer.pack(weights()))  # there is a buffer to be taken
+    packer.handed_over(packer.pack(weights()))  # leaves a buffer in the pool
     on_signal(lambda: handlers.append(packer.pack(weights(2.0))))
 
     def struck(pool: Pool, nbytes: int) -> Any:
@@ -184,7 +184,7 @@ def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest
 
 
 class Sharing:
-    """Workers that all map what is packed."""
+    """Workers that all map the packed memory."""
 
     def all_share(self, payload: Any, nbytes: int) -> bool:
         return True
@@ -204,7 +204,7 @@ def test_where_all_workers_map_a_version_only_digest_computes_one_along_with_the
 
 
 class Alarmed(Exception):
-    """What a signal's handler raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.parametrize(("larger_by", "ended"), [(0, False), (1, True)])
@@ -275,7 +275,7 @@ def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeyp
 
 
 class Trainer:
-    """A scheme and a driver, as far as outgoing weights use them."""
+    """The parts of a scheme and of a driver that outgoing weights use."""
 
     model_id = "policy"
 
@@ -325,7 +325,7 @@ def test_only_weights_that_are_found_on_the_context_ask_for_it() -> None:
     assert trainer.contexts == ["the context"] * 2
     trainer = Trainer(weights())
     trainer.outgoing().pack(weights())
-    assert trainer.contexts == [None, "the context"]  # the second one asks for the registered model
+    assert trainer.contexts == [None, "the context"]  # the second context was used to look up the registered model
     trainer.contexts.clear()
     trainer.outgoing().pack("policy")
     assert trainer.contexts[0] == "the context"

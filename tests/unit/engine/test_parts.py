@@ -1,4 +1,4 @@
-"""Payloads in parts: what is named was written, what is hashed is what is applied, and parts alone change nothing."""
+"""Payloads in parts: only written bytes are named, the hashed bytes are applied, and parts alone change nothing."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ ID, OTHER = b"1" * 16, b"2" * 16
 
 
 def model(fill: float = 0.0) -> nn.Module:
-    """5 MiB in two tensors: ten chunks."""
+    """A model of 5 MiB in two tensors: ten chunks."""
     return filled(nn.Sequential(nn.Linear(1024, 640, bias=False), nn.Linear(640, 1024, bias=False)), fill)
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a chunk, of all payloads that have two."""
+    """Send payloads of two chunks or more in parts, each of one chunk or more."""
     for name, nbytes in (("LEAST_PART", CHUNK), ("LEAST_NBYTES", 2 * CHUNK), ("LEAST_IF_BUSY", 2 * CHUNK)):
         monkeypatch.setattr(parts, name, nbytes)
 
 
 class Recording(TakesParts):
-    """A link that records what it is given, until it fails."""
+    """A link that records the parts that it is given, and fails after ``lasts`` of them."""
 
     def __init__(self, lasts: int = 1000) -> None:
         self.sent: list[Part] = []
@@ -145,7 +145,7 @@ def test_small_payloads_and_those_of_busy_machines_are_sent_whole(monkeypatch: p
 
 
 class Answers(Recording):
-    """A link that says whether it takes parts, and records for what."""
+    """A link that takes parts or not, and records for which payloads it is asked."""
 
     def __init__(self, takes: bool) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_the_hashes_of_parts_give_the_digest_of_the_whole() -> None:
 
     assert hashes is not None
     assert hashes.combined(b"e") == digest(payload, b"e")
-    assert incoming.hashes_of(update(nbytes=len(payload), payload_id=ID)) is None  # they were handed out
+    assert incoming.hashes_of(update(nbytes=len(payload), payload_id=ID)) is None  # the hashes were handed out already
 
 
 def test_only_the_parts_of_the_payload_that_an_update_names_count() -> None:
@@ -272,9 +272,9 @@ def test_what_no_digest_follows_or_no_memory_was_there_for_is_not_hashed(whole: 
 
 
 class Slots(Pair):
-    """A sender and its receivers over slots, all of which have been passed already; the parts that each link is given.
+    """A pair whose two slots have been passed to the workers already. It records the parts that each link is given.
 
-    Its thread drives both ends, so workers hash when they are asked to receive: what is packed by then.
+    One thread drives both ends, so a worker hashes only when it is asked to receive: the parts packed by then.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scheme: Any, workers: int = 1, **options: Any) -> None:
@@ -287,7 +287,7 @@ class Slots(Pair):
             real(link, part, payload)
 
         monkeypatch.setattr(PipeLink, "send_part", send_part)
-        for _ in range(2):  # each slot is passed with its first version
+        for _ in range(2):  # each slot is passed with the first version in it
             assert self.sync().ok
         assert self.given == []
 
@@ -296,7 +296,7 @@ class Slots(Pair):
 def make(
     request: pytest.FixtureRequest, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Slots]]:
-    """Makes pairs over slots: mapped by the worker, or copied out."""
+    """A function that makes pairs over slots, which the worker maps or copies out."""
     made: list[Slots] = []
 
     def one(workers: int = 1, **options: Any) -> Slots:
@@ -312,7 +312,7 @@ def test_g2_what_was_hashed_in_parts_is_what_is_acked_and_served(
     make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = make()
-    monkeypatch.setattr(applier, "digest", None)  # nothing is hashed once the update is there
+    monkeypatch.setattr(applier, "digest", None)  # nothing may be hashed once the update has arrived
 
     for value in (2.0, 3.0, 4.0):
         slots.given.clear()
@@ -329,7 +329,7 @@ def test_several_threads_pack_and_name_their_parts(make: Callable[..., Slots], m
     monkeypatch.setattr(division, "_parts", lambda *_: ((0, 3 * CHUNK), (3 * CHUNK, 10 * CHUNK)))
     monkeypatch.setattr(division, "threads_for", lambda _: 2)
     monkeypatch.setattr(parts, "LEAST_PART", 2 * CHUNK)
-    slots.source[0] = nn.Linear(1024, 640, bias=False)  # so that the plan is made anew
+    slots.source[0] = nn.Linear(1024, 640, bias=False)  # so that the send plan is made anew
 
     filled(slots.source, 5.0)
     assert slots.sync().ok
@@ -382,7 +382,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
 
 def test_weights_that_are_refused_once_they_were_sent_in_parts_are_never_served(make: Callable[..., Slots]) -> None:
     slots = make()
-    slots.sender._packer._finite_model_id = "policy"  # as a worker group has it with check_finite=True
+    slots.sender._packer._finite_model_id = "policy"  # as a worker group sets it for check_finite=True
 
     filled(slots.source, float("nan"))
     with pytest.raises(NonFiniteError):

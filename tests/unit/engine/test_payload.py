@@ -1,4 +1,4 @@
-"""Every byte of a payload comes from its tensor and goes to it, gathered on a device or not, whole or in pieces."""
+"""Every byte of a payload is copied from and to its tensor, gathered on a device or not, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.weights.reading import Weights, layout_of, ordered, read_weights
 from weightsync.weights.tensors import address_of, bits_of
 from weightsync.weights.tree_digest import digest
 
-#: In three groups of dtypes, none of which ends where the next one starts.
+#: Tensors in three groups of dtypes. A gap follows each group but the last.
 GIVEN = {
     "a": torch.arange(1, 17, dtype=torch.float32),
     "b": torch.arange(17, 23, dtype=torch.float32).view(2, 3),
@@ -41,7 +41,7 @@ def expected() -> bytes:
 
 @pytest.fixture(params=[1, 88, 64 << 20])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """How many bytes are moved at a time."""
+    """The number of bytes moved at a time."""
     monkeypatch.setattr(packing, "CHUNK", request.param)
     packing._chunks.cache_clear()
     yield request.param
@@ -50,7 +50,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture(params=["in the processor's memory", "gathered"])
 def gathered(request: pytest.FixtureRequest, chunk: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether tensors are moved as if they were a device's, piece by piece."""
+    """Whether tensors are moved piece by piece, as if they were on a device."""
     device = bool(request.param == "gathered")
     if device:
         monkeypatch.setattr(packing, "_on_one_device", lambda tensors: len(tensors) > 0)
@@ -74,7 +74,7 @@ def test_the_chosen_tensors_are_those_of_the_buffer_and_the_others_stay(gathered
     for chosen in ((), (1, 3), every):
         into = [torch.zeros(entry.shape, dtype=GIVEN[entry.name].dtype) for entry in LAYOUT.entries]
         scatter(LAYOUT, into, chosen, address_of(payload))
-        taken = every if gathered and chosen else chosen  # what crosses from a device crosses in whole pieces
+        taken = every if gathered and chosen else chosen  # a gathered piece is copied whole
         for index, (entry, tensor) in enumerate(zip(LAYOUT.entries, into, strict=True)):
             assert torch.equal(tensor, GIVEN[entry.name] * (index in taken))
 
@@ -137,7 +137,7 @@ def test_pieces_are_of_one_dtype_and_as_large_as_they_may_be(chunk: int) -> None
 
 
 def sparse() -> Weights:
-    """Weights of which one turned out to be sparse after its layout was made."""
+    """Weights of which one tensor became sparse after the layout was made."""
     weights = read_weights(dict(GIVEN))
     weights.tensors["e"] = GIVEN["e"].to_sparse()
     return weights

@@ -56,7 +56,7 @@ def refusal(version: int, kind: RefusalKind, reason: str, **what: Any) -> Refusa
 
 
 class Worker:
-    """A driver whose first link has made its handshake, and its links."""
+    """A receiver driver with one or more links. The first link has completed its handshake."""
 
     def __init__(self, others: int = 0) -> None:
         self.driver = ReceiverDriver("policy")
@@ -68,20 +68,20 @@ class Worker:
         self.link.takes()
 
     def receives(self, which: int, *messages: Any) -> None:
-        """Let a link say something."""
+        """Make a link return these messages, and handle them."""
         for message in messages:
             self.links[which].receives(message)
         self.driver.pump()
 
     def applies(self, version: int) -> Ack:
-        """A version arrives and is live; its answer."""
+        """Deliver a version and apply it. Returns the ack."""
         answer = ack(version)
         self.receives(0, update(version))
         self.driver.take(pure.Applied(answer))
         return answer
 
     def defers(self, version: int) -> Ack:
-        """A version arrives and is live, and is forwarded before its answer leaves."""
+        """Deliver a version, apply it and defer its ack, as a relay does. Returns the ack."""
         answer = ack(version)
         self.receives(0, update(version))
         self.driver.take(pure.Defer(answer))
@@ -98,7 +98,7 @@ def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
     return caught.value
 
 
-# ------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------ what it sends
 
 
 def test_why_the_last_handshake_was_refused_is_kept() -> None:
@@ -536,7 +536,7 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------------------------------- what is pending
 
 
-#: Any slot will do: the driver only passes it on.
+#: Any object will do as a slot: the driver only passes it on.
 SLOT: Any = object()
 
 
@@ -604,7 +604,7 @@ def test_a_step_is_shown_with_what_was_before_it() -> None:
 
 
 class Opening(Scripted, CarriesDevices):
-    """A link that may be able to open slots of a device."""
+    """A link that may be able to open slots of a device, as ``opens`` says."""
 
     opens = True
     reached = frozenset()

@@ -1,4 +1,4 @@
-"""A report tells all that the driver knows of a version, with its times, once."""
+"""A report has everything that the driver knows of a version, with times, and has it once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PENDING, TIMED_OUT = Outcome(kind=OutcomeKind.PENDING), OutcomeKind.TIMED_OUT
 
 @pytest.fixture
 def clock() -> Iterator[FakeClock]:
-    """A clock that a test moves, by exact numbers."""
+    """A clock that a test moves. It starts at 0, so that times are exact."""
     with FakeClock() as clock:
         clock._started = 0.0, clock._started[1]
         yield clock
 
 
 class Reported:
-    """A fleet, and what its reporter tells."""
+    """A fleet, its reporter, and the reports that were recorded."""
 
     def __init__(self, *links: Any) -> None:
         self.fleet = Fleet(*links)
@@ -41,7 +41,7 @@ class Reported:
         self.driver.reported = self.recorded.append  # type: ignore[method-assign]
 
     def sends(self, pack_s: float = 0.0, targets: tuple[int, ...] | None = None) -> int:
-        """Dispatch a version; which it is."""
+        """Dispatch a version. Returns its number."""
         sent = packed()
         sent.pack_s, sent.wire_dtype = pack_s, WireDtype.BFLOAT16
         version = self.driver.dispatch(pure.SendAsync(targets), sent)
@@ -49,7 +49,7 @@ class Reported:
         return version
 
     def concluded(self, version: int) -> SyncReport:
-        """The report of a version, once it was waited for."""
+        """Wait for a version. Returns its report."""
         assert version not in self.driver.concluded
         self.driver.take(pure.Wait())
         assert version in self.driver.concluded
@@ -129,7 +129,7 @@ def test_a_worker_that_comes_back_during_its_update_delays_no_connecting(clock: 
     made.sends()
     made.fleet.receives(1, ack(1))
     clock.advance(2.0)
-    for worker in (0, 1):  # one owed an answer, the other had answered
+    for worker in (0, 1):  # worker 0 owed an answer, worker 1 had answered
         made.driver.join(worker, Scripted())
     made.driver.remove(2, "not needed")
     made.driver.join(2, Scripted())
@@ -385,8 +385,8 @@ def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_na
     made.concluded(1)
     made.sends()
     assert "in step" in str(made.reporter.so_far(OutcomeKind.PENDING))
-    made.reporter.delivered()  # of send_async(), whose report tells nothing yet
-    given_up = made.gives_up(2)  # nobody gets this one
+    made.reporter.delivered()  # send_async() returned: its report names no failure yet
+    given_up = made.gives_up(2)  # no caller gets this report
     assert "in step" in str(given_up)
     made.sends()
     made.fleet.receives(0, ack(3))
@@ -460,7 +460,7 @@ def test_only_lost_workers_with_a_traceback_in_the_report_of_another_version_are
     assert "in loader" in str(report)
 
 
-# ------------------------------------------------------------------------------ what an update given up leaves behind
+# ----------------------------------------------------------------------------- what an abandoned update leaves behind
 
 
 def _failed(fleet: Fleet, worker: int) -> None:
@@ -495,7 +495,7 @@ def test_the_report_of_an_update_that_was_only_begun_is_no_report_of_a_traceback
     made.reporter.so_far(owing)
     made.reporter.delivered()
     made.fleet.receives(0, ack(1))
-    made.concluded(1)  # its caller was interrupted
+    made.concluded(1)  # the caller was interrupted and did not get the report
     made.sends()
 
     assert made.reporter.so_far(TIMED_OUT).reported_before == before
@@ -548,7 +548,7 @@ def test_what_is_logged_of_a_superseded_update_is_not_said_of_the_one_before(cap
     made.sends()
     made.fleet.receives(0, refusal(1))
     made.driver.take(pure.Abandon())
-    made.reporter.concluded(1)  # no caller got it: the next report has it
+    made.reporter.concluded(1)  # no caller got this report, so the next one has its contents
     made.sends()
     made.fleet.receives(1, refusal(1), refusal(2))
     made.gives_up(2)

@@ -26,7 +26,7 @@ def test_a_segment_that_was_forgotten_has_no_memory_and_closes_nothing_again() -
     assert os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:weightsync ")
     with open(os.devnull, "rb") as null:
         segment.forget()
-        # That number, if it is free, whatever lower ones other tests' objects give back now.
+        # Take the same number if it is free, even if objects of other tests release lower numbers now.
         other = fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, number)
     assert (other, segment.fd) == (number, -1)
 
@@ -60,14 +60,14 @@ def test_memory_that_is_larger_than_a_file_may_be_names_the_limit() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, limits[1]))
     try:
         with pytest.raises(TransportError, match=r"File too large\. Run `ulimit -f unlimited`"):
-            Segment(LARGE)  # its seal comes on top
+            Segment(LARGE)  # the seal comes on top
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert Segment(LARGE).nbytes == LARGE
 
 
 def machine(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
-    """A machine's cgroups, and its ``/proc``."""
+    """The paths of a machine's cgroups and of its ``/proc``, which have these files."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="ascii")
@@ -82,14 +82,14 @@ def test_memory_that_the_machine_has_not_is_refused_to_the_byte(tmp_path: Path, 
         require_memory(102_401, *seen)
 
 
-#: A pod with 1,000,000 bytes has a container without a limit, in which 400,000 bytes are used, and caches.
+#: A pod is limited to 1,000,000 bytes and uses 400,000, besides caches. Its container has no limit.
 POD = {
     "proc/self/cgroup": "0::/pod/container\n",
     "cgroup/pod/memory.max": "1000000\n",
     "cgroup/pod/memory.stat": "anon 300000\nfile 700000\nshmem 100000\n",
     "cgroup/pod/container/memory.max": "max\n",
 }
-#: The same with cgroups of version 1, seen from inside: its own cgroup is where all are mounted.
+#: The same with cgroups of version 1, seen from inside a container, whose own cgroup is mounted as the root.
 DOCKER = {
     "proc/self/cgroup": "5:cpu:/docker/1\n4:memory:/docker/1\n0::/\n",
     "cgroup/memory/memory.limit_in_bytes": "1000000\n",
@@ -149,7 +149,7 @@ def test_a_childs_writes_into_its_copy_of_a_heap_buffer_stay_its_own() -> None:
 
 
 class Registers:
-    """Pins memory for copies from a device, or says that it cannot."""
+    """A function that pins memory for copies from a device, or returns None if it cannot."""
 
     def __init__(self, pins: bool) -> None:
         self.pins = pins

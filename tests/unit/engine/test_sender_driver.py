@@ -27,7 +27,7 @@ def bye(incarnation: int) -> Bye:
     return Bye(model_id="policy", incarnation=incarnation, reason="no more")
 
 
-# ------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------ what it sends
 
 
 def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
@@ -68,7 +68,7 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
         form=WeightsForm.NESTED,
         trace_context="00-trace-span-01",
     )
-    assert first.said[-1] is other.said[-1]  # so that links may keep how it is encoded
+    assert first.said[-1] is other.said[-1]  # the same object, so that links may keep its encoded form
     assert first.takes() == other.takes() == [message]
     assert first.payloads[-1] is sent.buffer
     fleet.receives(0, ack(1))
@@ -197,7 +197,7 @@ def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest()
 
 
 class Exhausted(Sharing):
-    """A link for which weights on a device have to be copied to the host, which has no memory left."""
+    """A link that must copy weights on a device to the host, and finds no memory left there."""
 
     def shares(self, payload: Buffer, nbytes: int) -> bool:
         raise self.raises["shares"]
@@ -209,7 +209,7 @@ class Exhausted(Sharing):
 def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_to(
     error: Exception, reason: str
 ) -> None:
-    """The send could neither be waited for nor abandoned, and each further one was refused."""
+    """Regression: the send could neither be waited for nor abandoned, and each further send was refused."""
     fleet = Fleet(Exhausted(), Scripted())
     fleet.links[0].raises["shares"] = error
     fleet.sends(in_a_segment(Verify.AUTO))
@@ -222,7 +222,7 @@ def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_
 
 @pytest.mark.parametrize("named", ["seal", "digest", "neither"])
 def test_a_worker_with_a_new_link_names_what_it_was_sent_over_either(named: str) -> None:
-    """It serves the version already; over its first link it mapped the memory, over the new one it gets the bytes."""
+    """The worker serves the version already: its first link shared the memory, the new one carries the bytes."""
     fleet, again, sent = Fleet(Sharing()), Scripted(), in_a_segment(Verify.AUTO)
     fleet.sends(sent)
     names = {
@@ -268,7 +268,7 @@ def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
     assert fleet.driver.layout is None
     fleet.receives(0, refusal(1))
     assert fleet.driver.layout is None
-    fleet.receives(0, ack(1))  # nobody is owed it: stale
+    fleet.receives(0, ack(1))  # stale: worker 0 owes no answer any more
     assert fleet.driver.layout is None
     fleet.receives(1, ack(1))
     assert fleet.driver.layout is LAYOUT

@@ -1,4 +1,4 @@
-"""What a sender's driver knows of its links and of the processes behind them."""
+"""What a sender's driver knows of its links and of the processes at their other ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weightsync.transports.wakeup import AwaitedProcess
 
 
 class Process(AwaitedProcess):
-    """A process of which a test says what is known."""
+    """A process whose identity and end are set by a test."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -168,7 +168,7 @@ def test_a_link_is_replaced_before_any_link_is_laid() -> None:
 
 
 class Blocking(Scripted, BlockingLink):
-    """A link that only a caller who waits can send over."""
+    """A link over which messages leave only while a caller waits."""
 
 
 def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
@@ -200,7 +200,7 @@ class Reaching(Scripted, CarriesDevices):
     reached = frozenset({b"d" * 16})
 
     def copied_to_device(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def test_the_devices_that_workers_reach_are_told_link_by_link() -> None:
@@ -240,7 +240,7 @@ def test_a_link_that_cannot_be_written_is_read_once_more_and_never_again() -> No
     fleet.driver.pump()
 
     assert fleet.reason(0) == "cut"
-    # Once by what was read last, and once by what could not be written.
+    # The link is reported lost twice: after the last read, and after the failed write.
     assert fleet.driver.data.late == 1
 
 

@@ -1,4 +1,4 @@
-"""The model that a worker serves: when another one takes its place, and whether that serves the version still."""
+"""The model that a worker serves: when another model replaces it, and whether that model serves the version too."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_g2_a_model_with_the_workers_own_changes_does_not_serve_the_version_that
 
 
 def crosswise(fill: float = 0.0) -> torch.nn.Module:
-    """A model that has a weight in another order."""
+    """A model with one weight whose dimensions lie in another order in memory."""
     model = large(fill)
     weight = model[0].weight
     weight.data = torch.rand(weight.shape).t().contiguous().t()
@@ -85,7 +85,7 @@ def test_a_relay_takes_whatever_is_sent(pair: Pair) -> None:
 
 
 def rejoined(pair: Pair, fill: float) -> Any:
-    """Another model in the worker, and a new link."""
+    """Register another model in the worker, and give the worker a new link. Returns the model."""
     model = small(fill)
     pair.receiver.register_model(model)
     pair.pipes.append(multiprocessing.Pipe())
@@ -122,7 +122,7 @@ def test_g2_a_worker_whose_model_is_replaced_before_it_passed_its_version_on_get
         beside.start()
         pair.sender.send_async()
         assert beside.wait_until(lambda: pair.receiver._served.staged is not None, Deadline(PATIENCE))
-        pair.receiver.driver.lock.acquire()  # the reader cannot pass on yet what the next forward swaps in
+        pair.receiver.driver.lock.acquire()  # keeps the reader from passing on what the next forward swaps in
     pair.model(torch.ones(2, 4))
     assert (pair.receiver.version, pair.receiver.driver.deferring) == (1, True)
     model = rejoined(pair, 7.0)
@@ -137,7 +137,7 @@ def test_g2_a_worker_whose_model_is_replaced_before_it_passed_its_version_on_get
 def test_a_version_that_a_forward_makes_live_while_the_reader_is_stopped_is_passed_on_and_acked(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if `connect` failed."""
+    """The reader is stopped in this way when `connect` fails."""
     passed_on: list[int | None] = []
     reader = Background(pair.receiver, lambda: lambda: passed_on.append(pair.receiver.version))
     forwards_wait = contextlib.ExitStack()
@@ -227,7 +227,7 @@ def test_g2_a_model_that_follows_a_loader_serves_nothing_that_the_loader_wrote(s
 
 
 class Holder:
-    """A worker's own object, on which its model appears later."""
+    """A worker's own object, which later gets the model as an attribute."""
 
     policy: Any
 
@@ -264,7 +264,7 @@ def test_a_model_is_found_at_its_path_while_another_thread_is_inside_serving(pai
     with ThreadPoolExecutor(1) as thread, pair.receiver.serving():
         assert thread.submit(pair.receiver.target).result(PATIENCE).destination is holder.policy
         thread.submit(pair.sender.send_async).result(PATIENCE)
-        assert not thread.submit(pair.receiver.receive).result(PATIENCE)  # it waits for this block to end
+        assert not thread.submit(pair.receiver.receive).result(PATIENCE)  # the swap waits for this serving block to end
 
     assert pair.receiver.receive()
     assert pair.sender.wait_async(timeout=PATIENCE).ok
@@ -281,7 +281,7 @@ def test_g3_a_forward_that_began_unguarded_ends_no_serving_block_around_it(pair:
 
 
 class Guarding:
-    """A background reader that only notes what it is to guard."""
+    """A background reader that only records the models that it is to guard."""
 
     def __init__(self) -> None:
         self.guarded: list[Any] = []
@@ -392,7 +392,7 @@ def test_a_long_serving_block_slows_down_the_forwards_of_other_threads_for_a_tim
 
 
 class Hooked(torch.nn.Linear):
-    """A model whose hook makes a call, once."""
+    """A model that calls a function once, where its extra state is set."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__(2, 2)
@@ -444,7 +444,7 @@ def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_
 def test_a_forward_that_an_interrupt_ends_holds_back_no_version_that_waits_for_a_background_reader(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch then calls no hook, so nobody wakes the reader."""
+    """Torch calls no forward hook after an interrupt, so no hook wakes the reader."""
     monkeypatch.setattr(background, "PATIENCE", 0.01)
     reader = Background(pair.receiver, lambda: None)
     reader.start()
@@ -464,7 +464,7 @@ def test_a_forward_that_an_interrupt_ends_holds_back_no_version_that_waits_for_a
 def test_a_receiver_whose_close_was_interrupted_while_a_hook_runs_is_read_on_until_it_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sends to it timed out, without a reason."""
+    """Regression: sends to such a receiver timed out without a reason."""
 
     class Slow(torch.nn.Linear):
         begun, may_end = threading.Event(), threading.Event()
@@ -498,7 +498,7 @@ def test_a_receiver_whose_close_was_interrupted_while_a_hook_runs_is_read_on_unt
 
 @pytest.mark.parametrize("where", ["the same thread", "another thread"])
 def test_g3_a_serving_block_keeps_its_version_though_an_earlier_one_ends_before_it(pair: Pair, where: str) -> None:
-    """As tasks of asyncio do, and a generator that another thread ends."""
+    """Serving blocks need not be nested: tasks of asyncio overlap, and another thread may end a generator."""
     pair.sync(filled(pair.source, 1.0))
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as first:
         if where == "the same thread":
@@ -536,7 +536,7 @@ def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_i
 def test_weights_that_wait_for_a_block_go_into_the_model_that_is_registered_meanwhile(
     pair: Pair, by_hand: bool
 ) -> None:
-    """Otherwise it would be said to serve a version that it does not hold."""
+    """Otherwise the receiver would claim that the new model serves a version which it does not hold."""
     pair.sender.send_async()
     taken = pair.receiver.take_update(PATIENCE)
     weights, expected = (large(7.0).state_dict(), {7.0}) if by_hand else (taken, {1.0})

@@ -1,4 +1,4 @@
-"""Who has a model: forwards share it, a swap has it alone, and each gives it back."""
+"""The serving lock: forwards share a model, a swap has it exclusively, and every holder releases it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from weightsync.engine.serving_lock import ServingLock
 from weightsync.testing.clock import FakeClock
 
 PATIENCE = 30.0
-#: The machine's seconds that show that somebody waits.
+#: Seconds of real time after which a call that has not returned counts as waiting.
 WHILE = 0.05
 
 
 class Beside:
-    """Another thread."""
+    """A second thread that makes the test's calls."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -54,13 +54,13 @@ def lock() -> ServingLock:
 
 
 def called(call: Callable[[], Any]) -> list[str]:
-    """The names of the Python functions that a call calls."""
+    """The names of the Python functions that are called during this call."""
     return [code.co_name for code in functions_called(call)]
 
 
 @contextlib.contextmanager
 def swapping(lock: ServingLock, timeout: float = 0.0) -> Iterator[bool]:
-    """Hold the lock as a swap does, if it is to be had."""
+    """Hold the lock as a swap does, if it can be acquired within the timeout."""
     got = lock.begin_swap(timeout)
     try:
         yield got
@@ -70,7 +70,7 @@ def swapping(lock: ServingLock, timeout: float = 0.0) -> Iterator[bool]:
 
 
 def free(lock: ServingLock) -> bool:
-    """Whether a swap could have the model now."""
+    """Whether a swap could acquire the lock now."""
     with swapping(lock) as got:
         return got
 
@@ -83,12 +83,12 @@ def test_a_swap_waits_for_no_forward_unless_it_is_told_to(lock: ServingLock, bes
     assert free(lock) is False
     beside.does(lock.leave)
     assert (free(lock), beside.does(lock.serves_here)) == (True, False)
-    beside.does(lock.leave)  # nothing was entered: nothing ends
+    beside.does(lock.leave)  # without an enter, nothing ends
     assert free(lock) is True
 
 
 def await_waiter(lock: ServingLock) -> None:
-    """Wait until another thread waits for the model."""
+    """Wait until another thread waits for the lock."""
     while not lock._waiters:
         time.sleep(0.001)
 
@@ -245,7 +245,7 @@ def test_forwards_give_way_as_long_as_any_thread_waits_to_change_the_model(
 
 
 class Model:
-    """What is served, in a slot or not. Notes whether it could leave that before a fork, which nobody disturbed."""
+    """A served model, in a slot or not. It records whether it had to leave the slot alone, with no forward running."""
 
     def __init__(self, in_slot: bool) -> None:
         self.in_slot = in_slot
@@ -279,14 +279,14 @@ def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_mod
         assert lock.patience() == pytest.approx(serving_lock.PATIENCE)
         clock.advance(1.5 * serving_lock.PATIENCE)
         assert lock.patience() == 0.0
-        beside.does(lock.enter)  # as in a long block that waits for forwards in other threads
+        beside.does(lock.enter)  # as a long serving block that waits for forwards in other threads
         beside.does(lock.leave)
         lock.leave_queue()
-        lock.queue()  # the same version waits on
+        lock.queue()  # the same version goes on waiting
         assert lock.patience() == 0.0
         clock.advance(serving_lock._PERIOD - serving_lock.PATIENCE)
         assert lock.patience() == pytest.approx(serving_lock.PATIENCE / 2)
-        assert free(lock)  # it went live
+        assert free(lock)  # the version went live
         assert lock.patience() == pytest.approx(serving_lock.PATIENCE)
         lock.leave_queue()
 

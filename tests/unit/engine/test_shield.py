@@ -1,4 +1,4 @@
-"""A signal inside a shield is recorded, wakes who waits, and is handed to its handler later."""
+"""A shield records signals, wakes the thread that waits, and passes them to their handlers later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 @contextlib.contextmanager
 def handled() -> Iterator[list[tuple[int, FrameType | None]]]:
-    """Signals have a handler that notes what it is given, until the block ends."""
+    """Install signal handlers that record their arguments, until the block ends."""
     met: list[tuple[int, FrameType | None]] = []
     before = {number: signal.signal(number, lambda *call: met.append(call)) for number in NUMBERS}
     try:
@@ -59,7 +59,7 @@ def test_a_handler_in_c_of_a_signal_without_one_of_pythons_is_left_alone(tmp_pat
     with (tmp_path / "stack").open("w+") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         try:
-            for _ in range(2):  # the second time, a shield has been left
+            for _ in range(2):  # in the second round, an earlier shield has ended
                 with Shield(lambda: None):
                     signal.raise_signal(signal.SIGUSR1)
         finally:
@@ -87,12 +87,12 @@ def test_a_shield_that_cannot_be_raised_leaves_the_handlers_as_they_were(monkeyp
 
 
 class Struck(ValueError):
-    """What a signal handler of the user's raises; a shield of another thread meets a ValueError too."""
+    """Raised by a user's signal handler. A shield in another thread gets a ValueError too, of `signal.signal`."""
 
 
 @contextlib.contextmanager
 def struck_at(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
-    """A signal's handler raises as the shield sets a handler, at that call of all."""
+    """Raise as a signal handler would, in this call (from 1) of those by which a shield sets handlers."""
     calls, real = count(1), signal.signal
 
     def striking(signum: int, handler: Any) -> Any:
@@ -152,7 +152,7 @@ def test_what_a_handler_sets_for_the_next_signal_counts_inside_and_afterwards() 
             signal.raise_signal(signal.SIGUSR2)
             shield.deliver()
             signal.raise_signal(signal.SIGUSR1)
-            assert (taken, met) == ([signal.SIGUSR1], [])  # deferred, as the first was
+            assert (taken, met) == ([signal.SIGUSR1], [])  # the second SIGUSR1 is deferred, as the first one was
         signal.raise_signal(signal.SIGUSR1)
 
         assert (taken, [number for number, _ in met]) == ([signal.SIGUSR1], [signal.SIGUSR1] * 2)

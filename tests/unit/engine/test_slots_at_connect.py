@@ -1,4 +1,4 @@
-"""The trainer makes its two slots when it connects, so that no send has to: where weights of a known size need them."""
+"""The trainer makes its two slots when it connects, if weights of a known size need them, so that no send has to."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weightsync.weights.tensors import address_of
 
 __all__ = ["pair", "scheme_class"]
 
-#: The payload of `large`.
+#: The payload size of `large`, in bytes.
 NBYTES = sum(tensor.nbytes for tensor in large().state_dict().values())
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the segments that this process makes."""
+    """The sizes of the segments that this process allocates."""
     sizes: list[int] = []
     allocate = Segment._allocate
 
@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def one(made: list[int], scheme_class: Any) -> Iterator[Pair]:
-    """A trainer that has connected, and one worker: over pipes and over shared memory in turn."""
+    """A trainer that has connected, and one worker: over pipes or over shared memory."""
     connected = Pair(scheme_class, model=large)
     yield connected
     connected.close()
@@ -60,12 +60,12 @@ def pool_of(one: Pair) -> Pool:
 
 
 def slots_of(one: Pair) -> list[Segment]:
-    """The slots that a trainer has."""
+    """The trainer's slots."""
     return [buffer.segment for buffer in pool_of(one)._buffers if buffer.segment is not None]
 
 
 def pages_mapped(segment: Segment) -> bool:
-    """Whether this process has all pages of a segment, so that writing them needs none."""
+    """Whether all pages of a segment are mapped in this process, so that a write makes no page fault."""
     first, count = address_of(segment.view) // 4096, -(-segment.nbytes // 4096)
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = numpy.frombuffer(os.pread(pagemap.fileno(), count * 8, first * 8), dtype=numpy.uint64)
@@ -151,7 +151,7 @@ def test_the_size_from_which_on_there_are_slots_is_that_of_buffers(nbytes: int, 
 
 
 def answered(pair: Pair) -> None:
-    """Have all workers answer the handshake, and the trainer wait for that."""
+    """Make all workers answer the handshake, and the trainer wait for the answers."""
     for receiver in pair.receivers:
         receiver.receive(timeout=0)
     pair.sender.await_workers(PATIENCE)
@@ -301,7 +301,7 @@ def test_a_kernel_without_the_advice_still_allocates_all_memory(monkeypatch: pyt
 
 
 class Advised(mmap.mmap):
-    """A mapping that notes what the kernel is asked."""
+    """A mapping that records its calls of `madvise`."""
 
     asked: list[tuple[int, ...]]
 

@@ -1,4 +1,4 @@
-"""A link whose descriptors stay is asked for them again, and flushed, only where something may have changed."""
+"""A link whose descriptors stay the same is asked for them, and flushed, only when something may have changed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weightsync.transports.base import Steady
 
 
 class Still(Scripted, Steady):
-    """A link that says whether something is left to be written, and counts how often it is asked what to wait for."""
+    """A link that tells whether it has something left to write, and counts the requests for its descriptors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outlet = SimpleNamespace(idle=True)
-        #: Whether what is sent leaves at once.
+        #: Whether messages leave as soon as they are sent.
         self.leaves = True
         self.asked = 0
 
@@ -35,14 +35,14 @@ class Still(Scripted, Steady):
 
 
 def asked(driver: Any, links: tuple[Still, ...]) -> list[int]:
-    """How often each link is asked by the next wait."""
+    """How often the next wait asks each link for its descriptors."""
     before = [link.asked for link in links]
     driver.wait(0.0, driver.waker.fired)
     return [link.asked - known for link, known in zip(links, before, strict=True)]
 
 
 def flushed(links: tuple[Still, ...]) -> list[int]:
-    """How often each was flushed since the last time."""
+    """How often each link was flushed since the last call."""
     found = [link.flushed for link in links]
     for link in links:
         link.flushed = 0
@@ -102,7 +102,7 @@ def worker(links: tuple[Still, ...]) -> ReceiverDriver:
     driver = ReceiverDriver("policy")
     for link in links:
         driver.add_link(link)
-    for _ in range(2):  # a new link wakes the first wait, and all are asked again after that
+    for _ in range(2):  # a new link wakes the first wait, after which all links are asked again
         assert asked(driver, links) == [1, 1]
     links[0].receives(hello())
     driver.pump()

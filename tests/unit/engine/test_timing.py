@@ -1,4 +1,4 @@
-"""What a timeout means, what a deadline tells, and whose time it is."""
+"""Timeouts, deadlines, stopwatches, and the clock that they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits of one thread for the same links: what is asked again, and when."""
+"""Repeated waits of one thread for the same links: which links are asked for their descriptors again, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.transports.base import WaitFailed, Waits, Waker
 
 
 class Bell:
-    """Something to wait for, that is rung by hand."""
+    """A source with a descriptor that a test makes readable."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -33,13 +33,13 @@ class Bell:
         os.eventfd_read(self.fd)
 
     def replace(self) -> None:
-        """Another descriptor: the old one is closed."""
+        """Use another descriptor, and close the old one."""
         old, self.fd = self.fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         os.close(old)
 
 
 class Room:
-    """Bells, and the waits for them."""
+    """Bells, and the waits of one thread for them."""
 
     def __init__(self, bells: int = 4) -> None:
         self.bells = [Bell() for _ in range(bells)]
@@ -50,7 +50,7 @@ class Room:
         return [self.bells.index(bell) for bell in self.waits.wait(bells or self.bells, 0.0)]
 
     def asked(self) -> list[int]:
-        """How often each was asked since the last time."""
+        """How often each bell was asked for its descriptor since the last call."""
         counts = [bell.asked for bell in self.bells]
         for bell in self.bells:
             bell.asked = 0

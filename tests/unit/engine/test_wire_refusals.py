@@ -1,4 +1,4 @@
-"""Errors about what cannot be encoded or decoded name the numbers that are wrong."""
+"""Errors about messages that cannot be encoded or decoded name the wrong numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_IN_PARTS = "a payload that came in parts is empty, is in a slot, or has a ba
 
 
 def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
-    """A frame with other bytes in these places, whose checksum fits."""
+    """An encoded message with other bytes at these positions, and with a checksum that fits."""
     data = bytearray(codec.encode(message))
     for position, piece in changes.items():
         data[position : position + len(piece)] = piece
@@ -32,7 +32,7 @@ def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
 
 
 def unread(data: Any, text: str) -> ProtocolError:
-    """The error of reading this, which says what is wrong."""
+    """The error of decoding this data, which must start with the text."""
     with pytest.raises(ProtocolError, match=f"^{re.escape(text)}") as caught:
         codec.decode(data)
     return caught.value

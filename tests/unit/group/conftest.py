@@ -28,13 +28,13 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def make(model: nn.Module, forkserver: ForkServerContext) -> Make:
-    """Makes a group over processes."""
+    """A function that makes groups of processes."""
     return lambda run, count=1, **options: WorkerGroup(run, model, count, ctx=forkserver, **options)
 
 
 @pytest.fixture
 def make_over(request: pytest.FixtureRequest, make: Make, model: nn.Module) -> Iterator[Make]:
-    """Makes a group over the members that the test is parametrized with."""
+    """A function that makes groups of the members that the test is parametrized with."""
     match request.param:
         case "shared":
             yield partial(make, scheme=SharedMemWeightSyncScheme())

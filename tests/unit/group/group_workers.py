@@ -1,4 +1,4 @@
-"""What the workers of the tests' groups do."""
+"""Functions that the workers of the tests' groups run, and models that they act with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import nn
 from weightsync import EventKind, SenderClosed, StaleWeightsError, SyncEvent, Worker, WorkerGroup, run_worker
 from weightsync.group.worker import MakeModel
 
-#: Has a rank write the stacks of its threads.
+#: The signal on which a rank writes the stacks of its threads.
 DUMP = signal.SIGUSR1
 
 
@@ -31,7 +31,7 @@ def policy() -> nn.Module:
 
 
 def biased() -> nn.Module:
-    """A policy with two weights: the one acts with their sum."""
+    """A policy with a weight and a bias, whose output is their sum."""
     model = nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -40,7 +40,7 @@ def biased() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A policy whose weight is 1, with an adapter that is added to it."""
+    """A policy whose output is the sum of a weight, which is 1, and an adapter."""
 
     def __init__(self, adapter: float) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class Adapted(nn.Module):
 
 
 class MergedInPlace(nn.Linear):
-    """A policy whose merged weights have the same names as its own."""
+    """A policy that is merged in place: the names of its weights stay the same."""
 
     def merge_and_unload(self) -> nn.Module:
         return self
 
 
 def act(worker: Worker) -> None:
-    """Act until stopped; each result is what the model computed, which is its weight."""
+    """Put outputs of the model, which are its weight, until the group stops."""
     while not worker.stopped:
         worker.put(worker.model(torch.ones(1)).item())
 
 
 class Late:
-    """What a worker has unpickled once a file is there."""
+    """An object whose unpickling in a worker waits for a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -91,12 +91,12 @@ def _late(path: str) -> Late:
 
 
 def act_with(_given: object, worker: Worker) -> None:
-    """Act, with what the trainer has bound to this function."""
+    """Act, with an argument that the trainer has bound to this function."""
     act(worker)
 
 
 def fail_or_count_threads(worker: Worker) -> None:
-    """Worker 0 fails; the others put how many threads torch uses, without a step."""
+    """Fail as worker 0. As any other worker, put the number of threads that torch uses, without a step."""
     if worker.index == 0:
         raise ValueError("a pole fell")
     while not worker.stopped:
@@ -110,7 +110,7 @@ def act_twice(worker: Worker) -> None:
 
 
 def fail_first(worker: Worker) -> None:
-    """Fail in the first life, by an exception (worker 0) or by a signal."""
+    """Put a result, and fail after it in the first life: by an exception (worker 0) or by a signal."""
     worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
     if worker.restarts == 0:
         if worker.index == 0:
@@ -119,7 +119,7 @@ def fail_first(worker: Worker) -> None:
 
 
 def fail_when_released(worker: Worker) -> None:
-    """As `fail_first`, but once the trainer has taken the result (with room for one), or in the second life not."""
+    """As `fail_first`, but with a capacity of 1 fail only after the trainer has taken the result."""
     worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
     if worker.restarts == 0:
         worker.put("released")
@@ -129,7 +129,7 @@ def fail_when_released(worker: Worker) -> None:
 
 
 def act_once_and_wait(worker: Worker) -> None:
-    """In an actor: put one result; the first life does not end by itself."""
+    """In an actor: put one result, and in the first life wait until the group stops."""
     cpus = importlib.import_module("ray").get_runtime_context().get_assigned_resources()
     worker.put((os.getpid(), cpus, worker.restarts, worker.model(torch.ones(1)).item()))
     while worker.restarts == 0 and not worker.stopped:
@@ -137,7 +137,7 @@ def act_once_and_wait(worker: Worker) -> None:
 
 
 def put_pids_and_hang(worker: Worker) -> None:
-    """Say who we are and who our child is, ignore everything, and never return."""
+    """Put the process ids of this worker and of its child, ignore SIGTERM, and never return."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "600"])
     worker.put((os.getpid(), child.pid))
@@ -146,7 +146,7 @@ def put_pids_and_hang(worker: Worker) -> None:
 
 
 def stop_itself(worker: Worker) -> None:
-    """Say who we are, and stop as by SIGSTOP."""
+    """Put the id of this process, and stop the process by SIGSTOP."""
     worker.put((os.getpid(),))
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -156,7 +156,7 @@ def put_what_cannot_be_pickled(worker: Worker) -> None:
 
 
 def put_for_ever(worker: Worker) -> None:
-    """Fill the channel with large results, and look at nothing else."""
+    """Put large results without end, and check nothing else."""
     while True:
         worker.put(bytes(1 << 20))
 
@@ -169,19 +169,19 @@ def end_slowly(worker: Worker) -> None:
 
 
 def come_late_and_put(worker: Worker) -> None:
-    """Called or not: the group closes while this rank joins it."""
+    """Put results if called at all: the group closes while this rank joins it."""
     put_for_ever(worker)
 
 
 def go_silent_first(worker: Worker) -> None:
-    """Put one result; in the first life nothing after that."""
+    """Put one result, and hang after it in the first life."""
     worker.put(worker.restarts)
     while worker.restarts == 0:
         time.sleep(600)
 
 
 def step_over_swaps(worker: Worker) -> None:
-    """One result a pair of versions: acts with the first, waits for the next, and acts again."""
+    """For each pair of versions: act with the first, wait for the next, act again, and put both outputs."""
     while not worker.stopped:
         with worker.step() as first:
             one = worker.model(torch.ones(1)).item()
@@ -195,7 +195,7 @@ def hold_a_step(worker: Worker) -> None:
     """Hold one version in a step until the trainer has dispatched the next one, and then take another step."""
     with worker.step() as held:
         worker.put("holding")
-        worker.put("released")  # there is room for it only once the trainer has taken the first
+        worker.put("released")  # waits for room, until the trainer has taken the first result
         assert worker._steps._behind == 1, "it has not heard of the next version, which was announced before that"
     try:
         with worker.step() as version:
@@ -208,7 +208,7 @@ def hold_a_step_and_catch_up(worker: Worker) -> None:
     """Hold one version in a step until the trainer has dispatched six more, and then act until the last one serves."""
     with worker.step():
         worker.put("holding")
-        worker.put("released")  # there is room for it only once the trainer has taken the first
+        worker.put("released")  # waits for room, until the trainer has taken the first result
         assert worker._steps._behind == 6
     while worker.version != 7:
         with worker.step() as version:
@@ -216,7 +216,7 @@ def hold_a_step_and_catch_up(worker: Worker) -> None:
 
 
 def hold_a_step_for_ever_first(worker: Worker) -> None:
-    """In the first life hold a version forever, in the second one act."""
+    """In the first life, hold a version in a step forever; in the second one, put results."""
     if worker.restarts == 0:
         with worker.step():
             worker.put(worker.restarts)
@@ -226,7 +226,7 @@ def hold_a_step_for_ever_first(worker: Worker) -> None:
 
 
 def fill_and_hang(worker: Worker) -> None:
-    """Fill the channel, after a word about who we are, and go on forever when the group has ended."""
+    """Put the id of this process, fill the channel, and go on after the group has ended."""
     worker.put((os.getpid(), worker.model(torch.ones(1)).item()))
     try:
         put_for_ever(worker)
@@ -245,7 +245,7 @@ def come_late(worker: Worker) -> None:
 
 
 def report_replies(worker: Worker) -> None:
-    """Say of each version when it is live, as this worker's own scheme tells."""
+    """Put worker and version of the first REPLY event of this worker's own scheme."""
     events: queue.SimpleQueue[SyncEvent] = queue.SimpleQueue()
     worker.scheme.on_event(events.put)
     worker.put("listening")
@@ -261,12 +261,12 @@ async def _act_twice(worker: Worker) -> None:
 
 
 def act_in_a_loop(worker: Worker) -> None:
-    """As the refusal of an async function says."""
+    """Run a coroutine as the refusal of an async function advises."""
     asyncio.run(_act_twice(worker))
 
 
 def act_by_coroutine(worker: Worker) -> object:
-    """Forgets to await."""
+    """Return a coroutine that is never awaited."""
     return _act_twice(worker)
 
 
@@ -275,13 +275,13 @@ def act_by_generator(worker: Worker) -> object:
 
 
 def nothing() -> None:
-    """Makes no model."""
+    """Return no model."""
 
 
 def be_rank(
     rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel, *, dump_to: Connection
 ) -> None:
-    """Be a rank of a world, and a worker of its rank 0. Fails if the model keeps a hook of the group that has ended."""
+    """Be a rank of a world, and a worker of rank 0. Fails if the model keeps a hook of the ended group."""
     faulthandler.register(DUMP, file=dump_to.fileno())
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -300,18 +300,18 @@ def broken_model() -> nn.Module:
 
 
 def slow_model() -> nn.Module:
-    """Is never made."""
+    """A model that takes longer to make than any test waits."""
     time.sleep(600)
     return policy()
 
 
 def ends_at_once() -> nn.Module:
-    """The process ends before its function has begun, as one does whose program has no guard."""
+    """End the process before its function begins, as happens in a program without a `__main__` guard."""
     os._exit(1)
 
 
 def train_until_killed(pids: Connection) -> None:
-    """Be a trainer, in a process of its own, whose workers are forked."""
+    """Be a trainer with forked workers, in a process of its own, until it is killed."""
     with WorkerGroup(put_for_ever, policy(), 2, ctx=multiprocessing.get_context("fork")) as group:
         next(group.results())
         group.send()
@@ -320,7 +320,7 @@ def train_until_killed(pids: Connection) -> None:
 
 
 def train_and_return(pids: Connection) -> None:
-    """Be a trainer, in a process of its own, that does not close its group."""
+    """Be a trainer, in a process of its own, that returns without closing its group."""
     group = WorkerGroup(put_for_ever, policy(), 1, ctx=multiprocessing.get_context("fork"))
     group.start()
     next(group.results())

@@ -1,4 +1,4 @@
-"""What the tests of groups share: the kinds of members, and a world of ranks."""
+"""The kinds of members, and a world of ranks, for the tests of groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RAY = pytest.param("ray", marks=_RAY)
 
 
 def await_results(group: WorkerGroup, count: int = 1) -> None:
-    """Wait until this many results have arrived, and take none."""
+    """Wait until this many results have arrived, without taking any."""
     while len(group._members.results) < count:
         group._members.wait(Deadline(60.0))
         group._members.pump()
@@ -43,11 +43,11 @@ class World:
     def __init__(self, context: ForkServerContext) -> None:
         self._context = context
         self.processes: list[Any] = []
-        #: Where each can be asked for its stacks.
+        #: The pipes on which the ranks write their stacks.
         self._dumps: list[Connection] = []
 
     def start(self, run: Any, count: int, make_model: MakeModel = workers.policy) -> dist.TCPStore:
-        """Make it. Returns its store."""
+        """Start the ranks. Returns the store."""
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         for rank in range(1, count + 1):
             dumps, dump_to = self._context.Pipe(duplex=False)
@@ -60,7 +60,7 @@ class World:
         return store
 
     def codes(self) -> list[int | None]:
-        """The exit codes of the ranks, which end by themselves. Fails with the stacks of one that does not."""
+        """The exit codes of the ranks, which must end by themselves. Fails with the stacks of any that does not."""
         for process in self.processes:
             process.join(60)
         hung = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
@@ -69,7 +69,7 @@ class World:
         return [process.exitcode for process in self.processes]
 
     def _stacks(self, rank: int) -> str:
-        """What the threads of a rank are doing; empty if it does not get to say so."""
+        """The stacks of a rank's threads; empty if the rank does not write them."""
         said = b""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.processes[rank].pid, workers.DUMP)

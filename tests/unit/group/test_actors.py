@@ -1,4 +1,4 @@
-"""The end of a worker that is a Ray actor: Ray reports it over another connection than that of its results."""
+"""The end of a worker that is a Ray actor, which Ray reports over another connection than that of the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.transports.base import Waker
 
 
 class Life:
-    """One life of an actor, whose last words arrive when a test says so."""
+    """One life of an actor, whose last messages arrive when a test delivers them."""
 
     def __init__(self) -> None:
         near, self.far = socket.socketpair()
@@ -37,7 +37,7 @@ class Life:
         return Running(self.actor, self.actor._channel, lambda _: None)
 
     def ends(self) -> bytes:
-        """Its function puts a result and returns, and Ray reports that. Returns what is under way to the trainer."""
+        """Put a result, finish, and have Ray report the end. Returns the bytes in transit to the trainer."""
         self._worker.put("the last", lambda: (3,))
         self._worker.say(Finished())
         self.actor._life.set_result(None)
@@ -59,7 +59,7 @@ def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
 
 
 def test_what_an_actor_said_last_counts_though_ray_reports_its_end_before_it_arrives(life: Life) -> None:
-    """The result was lost, and the worker counted as failed: 'its actor has ended'."""
+    """Regression: the result was lost, and the worker counted as failed ('its actor has ended')."""
     said = life.ends()
     life.far.sendall(said[:-40])
     life.members.pump()

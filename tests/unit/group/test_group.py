@@ -124,7 +124,7 @@ def test_a_full_result_channel_delays_no_update_and_a_worker_that_hangs_no_close
         assert len(list(islice(group.results(), 3))) == 3
         handles = group.processes
         group.close(timeout=0.1)
-    if handles != {0: 1}:  # a rank belongs to its launcher
+    if handles != {0: 1}:  # the process of a rank belongs to its launcher
         await_death(pid)
 
 
@@ -133,9 +133,9 @@ def test_results_end_when_all_workers_have_returned(make: Make, caplog: pytest.L
     with make(workers.act_twice, 2) as group:
         results = list(group.results())
         assert sorted((result.worker, result.value) for result in results) == [(0, 1.0), (0, 1.0), (1, 1.0), (1, 1.0)]
-        assert len(group.send()) == 0  # nobody is left, and that is no failure
+        assert len(group.send()) == 0  # no worker is left, which is no failure
     goodbyes = [record for record in caplog.records if "said goodbye" in record.getMessage()]
-    assert {record.levelno for record in goodbyes} <= {logging.INFO}  # `results` ended: that says it
+    assert {record.levelno for record in goodbyes} <= {logging.INFO}  # the end of `results` already tells it
 
 
 def test_stop_lets_workers_return_and_gives_what_they_still_put(make: Make) -> None:
@@ -152,7 +152,7 @@ def test_a_result_names_both_versions_if_a_swap_came_in_between(make: Make, mode
             made, again = sending_until_a_result(group), next(group.results())
             assert len(made.versions) == 2
             assert made.versions[0] < made.versions[1]
-            assert again.versions == made.versions  # made without a step of its own
+            assert again.versions == made.versions  # put without another step
 
 
 @pytest.mark.parametrize("model", [workers.biased()])
@@ -160,7 +160,7 @@ def test_a_result_names_both_versions_if_a_swap_came_in_between(make: Make, mode
 def test_only_the_named_weights_are_sent_and_the_others_stay_as_they_are(
     make_over: Make, model: nn.Module, request: pytest.FixtureRequest
 ) -> None:
-    """A worker acts with the sum of a weight, which stays 1, and a bias, which is sent."""
+    """A worker's output is the sum of its weight, which stays 1, and its bias, which is sent."""
     model.load_state_dict(workers.biased().state_dict())
     options = {} if request.node.stash.get(WORLD, None) is None else {"rank_model": workers.biased}
     with make_over(workers.act, names="b*", **options) as group:
@@ -212,15 +212,15 @@ def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make
             next(results)
         assert "in fail_first" in caught.value.remote_traceback
         assert (caught.value.worker, caught.value.version, caught.value.restarts) == (0, 1, 0)
-        assert list(group.results()) == []  # it is reported once
+        assert list(group.results()) == []  # the failure is reported once
         assert len(group.send(on_failure="report")) == len(group.send_async()) == 0
-        for waits in (group.wait_async, group.send):  # nobody is left who gets anything
+        for waits in (group.wait_async, group.send):  # no worker is left to get the version
             with pytest.raises(WorkerFailedError, match="a pole fell"):
                 waits()
 
 
 def test_an_iterator_of_results_goes_on_behind_a_failure(make: Make) -> None:
-    """And each process uses one torch thread."""
+    """The other worker's results also show that each process uses one torch thread."""
     with make(workers.fail_or_count_threads, 2) as group:
         results = group.results()
         with pytest.raises(WorkerFailedError, match="worker 0 failed"):
@@ -301,7 +301,7 @@ def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_
         assert list(group.send().outcomes) == [0]
         assert group.processes.keys() == {0}
         if world is not None:
-            process.join(60)  # the fork server reports the exit code later than the pidfd the death
+            process.join(60)  # the fork server reports the exit code later than the pidfd reports the death
             assert process.exitcode == -signal.SIGKILL
 
 
@@ -317,7 +317,7 @@ def test_a_rank_that_waits_with_a_full_channel_leaves_when_the_group_ends(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that waits for a worker's answer where it is, however busy the machine."""
+    """Make the trainer wait for a worker's stack dump for longer, since the machine may be busy."""
     monkeypatch.setattr(stack_dump, "_PATIENCE", 60.0)
 
 
@@ -375,7 +375,7 @@ def test_a_timeout_says_which_workers_are_still_starting_and_since_when(make: Ma
 def test_a_worker_that_dies_before_it_starts_is_told_with_a_hint_at_the_guard(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of xdist's has none
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # an xdist worker has none
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # `python -m pytest` has one
     with (
         make(workers.act, make_model=workers.ends_at_once) as group,
@@ -442,7 +442,7 @@ def test_close_kills_what_does_not_end_and_the_processes_that_it_has_started(mak
     with make(workers.put_pids_and_hang, 2) as group:
         pids = [pid for result in islice(group.results(), 2) for pid in result.value]
         group.close(timeout=0.1)
-        # The processes that a worker has started are not ours to wait for: they are killed, and end a little later.
+        # `close` does not wait for processes that a worker has started: they are killed, and end a little later.
         assert all(dies(pid) for pid in pids)
         group.close()
         with pytest.raises(StateError, match="closed"):
@@ -457,11 +457,11 @@ def test_close_wakes_a_worker_that_waits_with_a_full_channel_though_nothing_of_i
     processes = dict(group.processes)
     codes = []
     for process in processes.values():
-        # Their codes are read before `close` lets go of them.
+        # Read the exit codes before `close` releases the processes.
         process.close = lambda process=process: codes.append(process.exitcode)
     group.close(timeout=60.0)
 
-    assert codes == [0, 0]  # they ended by themselves
+    assert codes == [0, 0]  # the workers ended by themselves
 
 
 def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -476,7 +476,7 @@ def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog:
 def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
     make: Make, when: str, request: pytest.FixtureRequest
 ) -> None:
-    """As its links are to be closed, or as its first worker's process is ended."""
+    """The interrupt comes just before the links are closed, or just before the first worker's process is ended."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -503,7 +503,7 @@ def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
 def test_a_signal_handler_may_close_a_group_that_waits_for_its_workers_to_return(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outer close raised ValueError, as the process was closed, and killed by numbers that were free again."""
+    """Regression: the outer close raised ValueError for a closed process, and killed by ids that were free again."""
     with make(workers.act) as group:
         (process,) = (member.running.process for member in group._members.by_index.values() if member.running)
         pid, join = process.handle.pid, process.join
@@ -569,7 +569,7 @@ def test_nor_is_an_actor_given_up_before_that() -> None:
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
 def test_a_group_leaves_no_descriptor(make: Make) -> None:
-    with make(workers.act_twice):  # what is opened once for all
+    with make(workers.act_twice):  # open what is opened only once
         pass
     gc.collect()
     before = descriptors()
@@ -655,7 +655,7 @@ def test_a_sharded_model_is_refused_with_what_sends_it(
 
 
 def test_a_model_whose_adapters_are_merged_is_refused_with_two_ways_that_work(forkserver: ForkServerContext) -> None:
-    """A worker acts with the sum of a weight, 1, and an adapter, which is 2 in the trainer."""
+    """A worker's output is the sum of a weight, 1, and an adapter, which is 2 in the trainer."""
     with pytest.raises(ConfigurationError, match=r"model= \(Adapted\) has adapters.*make_model=.*names=\"\*lora"):
         WorkerGroup(workers.act, workers.Adapted(2.0), 1, ctx=forkserver)
     for options in ({"make_model": workers.policy}, {"names": "*lora_?.*"}):
@@ -756,7 +756,7 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
         close = launcher.close
 
         def close_late(lives: Any) -> None:
-            """The sender is closed by now, and the rank connects before the listener is."""
+            """Close after the rank has connected: the sender is closed by now, the listener is not."""
             store.set("the group is closed", b"")
             assert select.select([launcher._reception], [], [], 60)[0]
             time.sleep(1)
@@ -771,7 +771,7 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
 def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its_link_returns(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited for a link until START had passed (five minutes)."""
+    """Regression: such a rank waited for a link until START had passed (five minutes)."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
     group = WorkerGroup(None, model, scheme="distributed")
@@ -783,7 +783,7 @@ def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its
             group.close()
             for thread in threading.enumerate():
                 if thread.name.startswith("weightsync-link-"):
-                    thread.join()  # the link is withdrawn
+                    thread.join()  # wait until the link is withdrawn
             monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "1")
             super().init_on_receiver(**options)
 
@@ -804,7 +804,7 @@ def test_each_rank_is_told_what_it_has_to_call(
         WorkerGroup(None, model, scheme="distributed")
     with pytest.raises(ConfigurationError, match="rank 0, the trainer"):
         run_worker(workers.act, model)
-    for _ in range(2):  # a call that nobody has answered counts for nothing
+    for _ in range(2):  # an unanswered call does not use up the number
         with pytest.raises(AckTimeoutError, match="WorkerGroup number 1 "):
             ranks._await_note(ranks._World(store, 1, 2), Deadline(0.0))
     monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 1, 2))

@@ -1,4 +1,4 @@
-"""A group and several threads: one at a time uses it, and any may close it."""
+"""A group that is used by several threads: one call at a time, and any thread may close the group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.protocol._tables import State
 
 
 class Group:
-    """A group whose methods do what they are told."""
+    """A group whose methods call the function that they are given."""
 
     def __init__(self) -> None:
         self._calls = Calls()
@@ -37,7 +37,7 @@ class Group:
 
 
 class Busy:
-    """A call of `Group.take` in another thread, until it is told how to go on."""
+    """A call of `Group.take` in another thread, which ends when the test says how."""
 
     def __init__(self, group: Group) -> None:
         self._entered, self._go_on = threading.Event(), Future[Callable[[], object]]()

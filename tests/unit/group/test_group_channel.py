@@ -1,4 +1,4 @@
-"""The result channel over TCP, and what the trainer says over it."""
+"""The result channel over TCP, and the trainer's messages over it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reception(request: pytest.FixtureRequest) -> Iterator[ChannelListener]:
 
 
 def admit(reception: ChannelListener, until: Callable[[], bool]) -> None:
-    """Have it look at what comes, until that has had its effect: on a busy machine it comes late."""
+    """Admit connections until a condition holds: on a busy machine, they may arrive late."""
     poller, patience = select.poll(), time.monotonic() + 60
     poller.register(reception, select.POLLIN)
     while not until():
@@ -44,12 +44,12 @@ def admit(reception: ChannelListener, until: Callable[[], bool]) -> None:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the other end is closed; it never says anything."""
+    """Whether the other end has closed the connection. It never sends anything."""
     if not select.select([sock], [], [], 0)[0]:
         return False
     try:
         return sock.recv(1) == b""
-    except ConnectionResetError:  # closed with something unread
+    except ConnectionResetError:  # closed with unread bytes
         return True
 
 
@@ -61,7 +61,7 @@ def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
         silent = stack.enter_context(socket.create_connection((invitation.host, invitation.port)))
         strangers = [replace(invitation, token=bytes(32)), replace(invitation, key=None, token=bytes(32))]
         if invitation.key is not None:
-            strangers.append(replace(invitation, key=None))  # has seen the token, and has no key
+            strangers.append(replace(invitation, key=None))  # knows the token, but not the key
         socks = [stack.enter_context(contextlib.closing(each.connect())) for each in strangers]
         socks[0].sendall(pickle.dumps("never unpickled"))
         admit(reception, until=lambda: all(map(is_closed, socks)))
@@ -75,7 +75,7 @@ def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
 
         again = stack.enter_context(contextlib.closing(invitation.connect()))
         admit(reception, until=lambda: is_closed(again))
-        assert silent.fileno() >= 0  # it keeps nobody out
+        assert silent.fileno() >= 0  # the silent connection does not block others
         end.close()
         assert worker.stops_within(60)
         worker.close()
@@ -89,7 +89,7 @@ def test_a_life_that_was_given_up_is_not_let_in(reception: ChannelListener) -> N
 
 
 def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception: ChannelListener) -> None:
-    """Of those that were waiting together, all but the last 64 were sent away: ranks that nothing restarts."""
+    """Regression: of the ranks that waited together, all but the last 64 were dropped, and nothing restarts a rank."""
     expected = [reception.expect() for _ in range(70)]
     with contextlib.ExitStack() as stack:
         for invitation, _ in expected:
@@ -101,7 +101,7 @@ def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception
 
 
 class Full:
-    """A listening socket of a process that has no descriptor left."""
+    """A listening socket of a process that has no free descriptor."""
 
     def accept(self) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -110,7 +110,7 @@ class Full:
 def test_a_worker_that_there_is_no_descriptor_for_wakes_the_trainer_once_and_is_let_in_later(
     reception: ChannelListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trainer's wait returned at once, again and again."""
+    """Regression: every wait of the trainer returned at once."""
     invitation, end = reception.expect()
     poller = select.poll()
     poller.register(reception, select.POLLIN)
@@ -144,7 +144,7 @@ def test_a_worker_that_does_not_listen_delays_no_announcement_and_hears_the_newe
     for version in range(1, 10_001):
         end.announce(version)
     end.stop()
-    assert end.events & select.POLLOUT  # what did not fit wakes the group when there is room
+    assert end.events & select.POLLOUT  # the rest wakes the group when the socket has room
     while worker.version < 10_000 or not worker.stopped:
         assert end.read() == []
     worker.put("there is room for one", tuple)
@@ -154,11 +154,11 @@ def test_a_worker_that_does_not_listen_delays_no_announcement_and_hears_the_newe
 
 
 class Interrupt(Exception):
-    """What a signal handler of the user's raises."""
+    """Raised by a user's signal handler."""
 
 
 def results_of(end: TrainerEnd, count: int) -> list[Put]:
-    """The next results, as they arrive."""
+    """Wait for this many results, and return them."""
     found: list[Put] = []
     poller = select.poll()
     poller.register(end, select.POLLIN)
@@ -178,7 +178,7 @@ def test_results_of_several_threads_arrive_whole_and_never_more_than_there_is_ro
     for _ in threads:
         (result,) = results_of(end, 1)
         time.sleep(0.01)
-        assert end.read() == []  # there is room for one
+        assert end.read() == []  # there is room for one result only
         seen.add(bytes(set(pickle.loads(result.pickled))))
         end.make_room()
     assert seen == {bytes([k]) for k in range(4)}
@@ -199,7 +199,7 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next()
             raise Interrupt
 
     def strike() -> None:
-        """Once a part is written. Again and again: a signal that comes just before a wait does not end it."""
+        """Send signals once a part is written. One may come just before the wait and not end it, so repeat them."""
         select.select([near], [], [], 60)
         while not struck.wait(0.01):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
@@ -209,7 +209,7 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next()
     striking.start()
     try:
         with pytest.raises(Interrupt):
-            worker.put(bytes(1 << 24), tuple)  # nobody reads
+            worker.put(bytes(1 << 24), tuple)  # the trainer reads nothing
     finally:
         struck.set()
         striking.join()
@@ -223,7 +223,7 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next()
 
 
 def test_a_result_that_was_interrupted_before_it_was_queued_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each took one for good: then `put` waited forever."""
+    """Regression: each such result took up room for good, until `put` waited forever."""
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
 
@@ -244,7 +244,7 @@ def test_a_result_that_was_interrupted_before_it_was_queued_takes_no_room(monkey
 
 
 def test_a_signal_handler_may_put_a_result_while_its_thread_waits_for_room() -> None:
-    """It waited forever for the call that it had interrupted."""
+    """Regression: the handler's `put` waited forever for the call that the handler had interrupted."""
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
     worker.put("first", tuple)
@@ -277,7 +277,7 @@ def test_a_signal_handler_may_put_a_result_while_its_thread_waits_for_room() -> 
 
 @pytest.mark.parametrize("full", [True, False], ids=["waits for room", "writes"])
 def test_a_thread_that_puts_as_the_function_returns_is_told_so(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It met a bare ValueError: the descriptor is negative."""
+    """Regression: `put` raised a bare ValueError about a negative descriptor."""
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
     if full:
@@ -296,7 +296,7 @@ def test_a_thread_that_puts_as_the_function_returns_is_told_so(full: bool, monke
 
 
 def interrupted_at(call: int, function: Callable[[], list[Frame]]) -> list[Frame]:
-    """Call a function, and raise in it, in no finalizer, once so many of its calls of C functions have returned."""
+    """Call a function, and raise in it (in no finalizer) after this many of its calls of C functions have returned."""
     returned = itertools.count()
 
     def profile(_frame: object, event: str, _argument: object) -> None:
@@ -333,7 +333,7 @@ def test_a_trainer_that_is_interrupted_while_it_reads_results_loses_none() -> No
 def test_a_put_that_waits_over_tcp_as_the_trainer_closes_does_not_pass_for_one_that_was_sent(
     reception: ChannelListener,
 ) -> None:
-    """TCP takes what is written first to a connection that the other end has closed."""
+    """TCP accepts the first bytes that are written to a connection after the other end has closed it."""
     invitation, end = reception.expect()
     worker = WorkerEnd(invitation.connect(), capacity=1)
     admit(reception, until=lambda: end.attached)
@@ -372,7 +372,7 @@ def test_the_versions_of_a_result_that_cannot_be_pickled_are_those_of_the_next_o
 
     with pytest.raises(ConfigurationError, match="cannot be pickled"):
         worker.put(lambda: 0, versions)
-    assert asked == []  # those who answer forget them
+    assert asked == []  # a call of `versions` would forget them
     worker.close()
     with pytest.raises(SenderClosed, match=r"this worker.s function has returned: the result is dropped"):
         worker.put(0, versions)
@@ -380,11 +380,11 @@ def test_the_versions_of_a_result_that_cannot_be_pickled_are_those_of_the_next_o
 
 
 class Interrupted:
-    """A value that a signal meets while it is pickled."""
+    """A value whose pickling is interrupted by a signal."""
 
     def __reduce__(self) -> tuple[type[int], tuple[()]]:
         signal.raise_signal(signal.SIGALRM)
-        sum(range(1000))  # Python runs a handler between two of its instructions
+        sum(range(1000))  # Python runs the handler between two of its instructions
         return int, ()
 
 
@@ -415,7 +415,7 @@ def test_an_invitation_shows_no_key(reception: ChannelListener) -> None:
 
 
 class Striking:
-    """A socket on which a signal arrives as it has written something."""
+    """A socket on which a signal arrives after each write."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -1,4 +1,4 @@
-"""Functions that a worker cannot run, or that make no model, are refused before anything starts, with what to do."""
+"""Functions that a worker cannot run, or that make no model, are refused before anything starts, with a remedy."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_can_be_called_with_a_worker_is_taken(run: Any) -> None:
 
 
 def test_a_module_called_ray_that_is_not_ray_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # a folder of the user's, or Ray being imported
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # a user's folder, or Ray while it is imported
 
     assert function.require_run(workers.act) is workers.act
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_pickled_for_a_process_is_named(make: Make) -> None:
 
 
 class Trainer:
-    """Has the group in which its method runs."""
+    """An object that has the group in which its method runs."""
 
     group: WorkerGroup
 

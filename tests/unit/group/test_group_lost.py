@@ -1,4 +1,4 @@
-"""Sends of a group whose workers are lost: no failure where they are restarted, and nothing that was sent is lost."""
+"""Sends of a group whose workers are lost: no failure if they are restarted, and no version is lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_sent_while_no_worker_lives_reaches_the_first_that_is_restarted(
         assert (report.version, report[0].kind, group.version) == (None, OutcomeKind.LOST, 1)
         with pytest.raises(StateError):
             group.wait_async()
-        group._members.results.clear()  # those of the first life
+        group._members.results.clear()  # drop the results of the first life
         group._members.by_index[0].due = Deadline(0.0)
         assert next(result.value for result in group.results() if 2 in result.versions) == 2.0
         assert group.version == 2
@@ -98,7 +98,7 @@ def test_a_worker_that_is_not_restarted_fails_each_send_to_nobody(make: Make) ->
 
 
 def a_minute_passes_during_a_send(group: WorkerGroup) -> AbstractContextManager[None]:
-    """Inside the block time stands still until the next version has left; then a bit over a minute passes at once."""
+    """In the block, time stands still until the next version is sent; then a bit over a minute passes at once."""
     before = group.sender.version
     return a_minute_passes_once(lambda: group.sender.version != before)
 
@@ -149,7 +149,7 @@ def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) ->
     with make_over(workers.hold_a_step_for_ever_first, 1, deadline=60.0, max_staleness=0) as group:
         assert next(group.results()).value == 0
         with a_minute_passes_during_a_send(group):
-            assert group.send(timeout=600.0, on_failure="report")[0].kind is OutcomeKind.LOST  # its link lives on
+            assert group.send(timeout=600.0, on_failure="report")[0].kind is OutcomeKind.LOST  # the link lives on
         with pytest.raises(WorkerFailedError, match=r"no result for 60.0 s, and was given up"):
             next(group.results())
 

@@ -1,4 +1,4 @@
-"""What a group says when something is wrong: what happened, to which worker and version, and what to do next."""
+"""Messages of a group about failures: what happened, to which worker and version, and what to do next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = re.compile(r"(add_worker|remove_worker|abandon|init_on_\w+|register_\w+
 
 
 def refused_before_the_first_version_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's refusal of the handshake is there when the start sends."""
+    """The worker's refusal of the handshake has arrived before `start` sends."""
     pack = WeightSender._pack
 
     def late(sender: WeightSender, *arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def refused_before_the_first_version_is_sent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def refused_before_the_death_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group sees nothing of the worker's end until all answers are there, and it waits for something else."""
+    """The group does not see the worker's end before all answers are there and it waits for something else."""
     hidden, read, dead, wait = [True], Member.read, Member.dead, Members.wait
     seen: Callable[[Member], bool] = dead.fget  # type: ignore[attr-defined]
 
@@ -51,7 +51,7 @@ def refused_before_the_death_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def died_before_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group has seen the worker's death when the trainer sends."""
+    """The group has seen the worker's death before the trainer sends."""
     dispatch = WorkerGroup._dispatch
 
     def late(group: WorkerGroup, asked: str, *arguments: Any) -> Any:

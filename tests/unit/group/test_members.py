@@ -44,7 +44,7 @@ class Process:
 
 
 class Channel:
-    """Answers what a test asks for."""
+    """A channel that returns what a test has set, and counts what it is told."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -68,12 +68,12 @@ class Channel:
 
 
 class Lives:
-    """Starts lives, and keeps them."""
+    """Starts lives, and keeps their processes and channels."""
 
     def __init__(self) -> None:
         self.processes: list[Process] = []
         self.channels: list[Channel] = []
-        #: What the system says to each attempt to begin one.
+        #: The error of each attempt to begin a life.
         self.refusal: Exception | None = None
 
     def begin(self, index: int, restarts: int) -> Running:
@@ -86,7 +86,7 @@ class Lives:
 
 
 class Link:
-    """Has a descriptor, or none, or fails when it is asked."""
+    """A link with some descriptors or none, or one that raises when it is asked for them."""
 
     def __init__(self, *fds: int, fails: bool = False) -> None:
         self.fds = fds
@@ -102,7 +102,7 @@ class Link:
 
 
 class Poller:
-    """Notes for how long it is to sleep, and does not."""
+    """A poller that records its timeouts, and returns at once."""
 
     def __init__(self, naps: list[float]) -> None:
         self._naps = naps
@@ -113,7 +113,7 @@ class Poller:
 
 
 class Feed:
-    """Sends over one link, and counts how often it may go on."""
+    """A sender with one link, which counts calls of `progress`."""
 
     def __init__(self, link: Link) -> None:
         self.link: Any = link
@@ -198,7 +198,7 @@ def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeCloc
 
 def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, capacity=1)
-    says(member, lives, Started(), Put((1,), b""))  # its channel is full
+    says(member, lives, Started(), Put((1,), b""))  # the channel is full now
     for _ in range(5):
         clock.advance(11.0)
         member.do_what_is_due()
@@ -224,7 +224,7 @@ def test_time_in_which_the_trainer_reads_a_large_result_does_not_count(clock: Fa
     member = started(lives)
     says(member, lives, Started())
     for _ in range(3):
-        clock.advance(11.0)  # the trainer trains, and what does not fit into the socket waits
+        clock.advance(11.0)  # the trainer trains, and bytes that do not fit into the socket wait
         lives.channels[-1].arriving = 1
         says(member, lives)
         member.do_what_is_due()
@@ -260,7 +260,7 @@ def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClo
     clock.advance(11.0)
     member.do_what_is_due()
     assert member.dead
-    assert member.died() is None  # its function had returned: that is no failure
+    assert member.died() is None  # the worker's function had returned, so this is no failure
     assert member.state is MemberState.FINISHED
 
 
@@ -363,7 +363,7 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
 
 
 def test_a_worker_that_waits_for_a_newer_version_is_not_only_said_to_be_late(lives: Lives) -> None:
-    """It may have refused the newest one, of which results() said nothing."""
+    """Such a worker may have refused the newest version, of which results() said nothing."""
     member = started(lives)
     lives.channels[0].frames = [Started()]
     member.read()
@@ -375,7 +375,7 @@ def test_a_worker_that_waits_for_a_newer_version_is_not_only_said_to_be_late(liv
 
 
 class Unpickled(Exception):
-    """What a result's class raises in the trainer."""
+    """Raised in the trainer by the class of a result."""
 
 
 def ends_with(error: type[BaseException]) -> None:
@@ -383,7 +383,7 @@ def ends_with(error: type[BaseException]) -> None:
 
 
 class Ending:
-    """A result whose unpickling ends with an error."""
+    """A result whose unpickling raises an error."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -407,7 +407,7 @@ def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_u
     assert (len(members.results), channel.room) == (1, 1)
 
 
-#: What is called while a result is unpickled, as a signal handler may be.
+#: Functions that are called while a result is unpickled, as a signal handler may be.
 HANDLER: list[Callable[[], Any]] = []
 
 
@@ -418,7 +418,7 @@ def handles(value: Any) -> Any:
 
 
 class Handling:
-    """A result during whose unpickling a signal is handled."""
+    """A result during whose unpickling a signal handler runs."""
 
     def __reduce__(self) -> Any:
         return handles, ("first",)
@@ -524,7 +524,7 @@ def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_c
 def test_an_interrupt_while_a_dead_worker_is_seen_to_loses_no_failure(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was in no `failures`: `results` ended, and the next send raised a bare IndexError or StopIteration."""
+    """Regression: `failures` lacked it, `results` ended, and the next send raised a bare IndexError or StopIteration."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

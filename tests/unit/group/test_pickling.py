@@ -1,4 +1,4 @@
-"""Pickles of results."""
+"""How a worker pickles its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.weights.tensors import DTYPES, bits_of
 
 
 def returned(tensor: Tensor) -> Tensor:
-    """What the trainer gets for a tensor that a worker has put."""
+    """A tensor as the trainer gets it, after checks that it is the same as the one that a worker has put."""
     found: Tensor = pickle.loads(pickled(tensor))
     assert (type(found), found.dtype, found.shape) == (type(tensor), tensor.dtype, tensor.shape)
     assert found.requires_grad == tensor.requires_grad
@@ -56,7 +56,7 @@ def test_a_view_is_sent_without_the_rest_of_its_storage() -> None:
 def test_elements_are_written_as_they_lie_in_memory_with_strides_and_gradients(tensor: Tensor) -> None:
     returned(tensor)
 
-    assert b"torch.storage" not in bytes(pickled(tensor))  # torch's own pickle
+    assert b"torch.storage" not in bytes(pickled(tensor))  # not pickled by torch
 
 
 def test_what_arrived_is_memory_of_its_own_that_can_be_written() -> None:
@@ -94,7 +94,7 @@ def test_attributes_and_identities_arrive() -> None:
 
 
 class Empty:
-    """A value whose class looks for something where there is nothing."""
+    """A value whose unpickling raises StopIteration."""
 
     def __reduce__(self) -> Any:
         return next, (iter(()),)

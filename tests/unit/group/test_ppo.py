@@ -19,14 +19,14 @@ from weightsync import WorkerGroup, WorkerResult
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "docs" / "examples" / "ppo_cartpole.py"
-#: Two are taken before the second version is served; each worker may have made three more by then: one waits for room.
+#: Two results precede version 2, and each worker may have made three more by then, of which one waits for room.
 UPDATES = 9
 
 
 @pytest.fixture
 def ppo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     installed("gymnasium", what="THE PPO OF THE README", extra="rl")
-    monkeypatch.syspath_prepend(EXAMPLE.parent)  # workers import it too
+    monkeypatch.syspath_prepend(EXAMPLE.parent)  # workers import the example too
     yield importlib.import_module(EXAMPLE.stem)
     sys.modules.pop(EXAMPLE.stem)
 

@@ -1,4 +1,4 @@
-"""`weightsync.group.stack_dump`: what is read of the stack that a worker process writes on a signal."""
+"""`weightsync.group.stack_dump`: reading the stacks that a worker process writes on a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = [b'  File "<string>", line 1 in ', b"<module>\n"]
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bytes]], StackDump]:
-    """What is read of a process that writes these pieces, each after the one before was read."""
+    """A function that requests a dump from a process which writes these pieces, each once the last one was read."""
     monkeypatch.setattr(stack_dump, "_PATIENCE", 60.0)
 
     def answer(pieces: Sequence[bytes]) -> StackDump:
@@ -35,7 +35,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bytes]], St
 
 @contextmanager
 def _on_signal(write: Callable[[], None]) -> Iterator[None]:
-    """This process stands in for the worker."""
+    """Let this process stand in for the worker, and call ``write`` on the signal."""
     thread = threading.Thread(target=write)
     before = signal.signal(stack_dump._ASKED, lambda *_: thread.start())
     try:

@@ -1,4 +1,4 @@
-"""`max_staleness`: no step begins with a version that is further behind. The same rules as in tla/Group.tla."""
+"""`max_staleness`: no step begins with a version that is further behind. The rules are those of tla/Group.tla."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightsync.group.worker import Worker
 
 
 class Receiver:
-    """Serves the version that a test sets."""
+    """A receiver that serves the version that a test sets."""
 
     def __init__(self) -> None:
         self.version: int | None = 1
@@ -54,7 +54,7 @@ OVER_TCP = [
 
 
 class Trainer:
-    """Has stopped the group, or not, and hears what the worker says."""
+    """A trainer that has stopped the group or not, and records the worker's messages."""
 
     def __init__(self, stopped: bool = False) -> None:
         self.stopped = stopped
@@ -84,9 +84,9 @@ def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> No
         steps.begin()
     assert (caught.value.version, caught.value.behind, caught.value.limit) == (1, 3, 2)
     receiver.staged = 2
-    steps.begin()  # what has arrived goes live first
+    steps.begin()  # the version that has arrived goes live first
     announced.announce(9)
-    receiver.serves_here = True  # a forward inside of a step belongs to it
+    receiver.serves_here = True  # a forward inside of a step belongs to that step
     steps.begin()
 
 
@@ -143,7 +143,7 @@ def test_a_worker_that_blocks_wakes_when_the_group_is_stopped() -> None:
 
 
 def test_a_worker_whose_wait_a_signal_handler_ends_counts_as_waiting_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `deadline` never counted again."""
+    """Regression: after that, the worker's `deadline` never counted again."""
     receiver, trainer = Receiver(), Trainer()
     steps, announced = steps_of(receiver, 0, OnStale.BLOCK, trainer)
     announced.announce(2)
@@ -185,12 +185,12 @@ def test_an_older_announcement_takes_nothing_back() -> None:
 
 
 def test_a_group_keeps_no_file_in_dev_shm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some containers have none, or one that cannot be written to."""
+    """Some containers have no /dev/shm, or one that cannot be written to."""
 
     def none(*_: Any) -> str:
         raise FileNotFoundError("/dev/shm")
 
-    monkeypatch.setattr(heap.BufferWrapper, "_heap", heap.Heap())  # without room for more
+    monkeypatch.setattr(heap.BufferWrapper, "_heap", heap.Heap())  # a heap without free memory
     monkeypatch.setattr(heap.Arena, "_choose_dir", none)
     with make(workers.hold_a_step_and_catch_up, capacity=1, max_staleness=0) as group:
         group.wait_async()
@@ -201,20 +201,20 @@ def test_a_group_keeps_no_file_in_dev_shm(make: Make, monkeypatch: pytest.Monkey
 
 
 def test_the_memory_of_an_announcement_goes_with_it() -> None:
-    gc.collect()  # groups of other tests
+    gc.collect()  # groups of other tests have announcements too
     before = _open_announcements()
     announced = Announced()
-    assert _open_announcements() == before + 2  # its own, and that of its mapping
+    assert _open_announcements() == before + 2  # the memory's own, and that of its mapping
     del announced
     gc.collect()
     assert _open_announcements() == before
 
 
 def _open_announcements() -> int:
-    """How many descriptors of announcements this process has."""
+    """The number of descriptors of announcements in this process."""
     found = 0
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # other threads close theirs
+        with contextlib.suppress(FileNotFoundError):  # another thread may have closed it
             found += "weightsync-group" in os.readlink(path)
     return found
 
@@ -224,7 +224,7 @@ def _open_announcements() -> int:
 def test_the_newest_version_is_delivered_while_the_trainer_only_takes_results(
     make_over: Make, limit: int | None
 ) -> None:
-    """The last versions wait in the trainer, behind two that the worker has not answered: it is inside of a step."""
+    """The last versions wait in the trainer, behind two that are unanswered while the worker is inside of a step."""
     with make_over(workers.hold_a_step_and_catch_up, capacity=1, max_staleness=limit) as group:
         group.wait_async()
         await_results(group)
@@ -233,11 +233,11 @@ def test_the_newest_version_is_delivered_while_the_trainer_only_takes_results(
         said, results = list(islice(group.results(), 2)), [result.value for result in group.results()]
 
     assert [result.value for result in said] == ["holding", "released"]
-    assert results == [7] if limit == 0 else results == sorted(results)  # they end once the last version serves
+    assert results == [7] if limit == 0 else results == sorted(results)  # results end once the last version serves
 
 
 def test_a_version_is_written_to_its_end_while_the_trainer_only_takes_results(forkserver: ForkServerContext) -> None:
-    """It is larger than a pipe holds, so the worker reads while the trainer writes."""
+    """The version does not fit into a pipe, so the worker reads while the trainer writes."""
     model = nn.Linear(1 << 11, 1 << 10)
     options: Any = {"scheme": "process", "capacity": 1, "max_staleness": 0, "ctx": forkserver}
     with WorkerGroup(workers.hold_a_step_and_catch_up, model, 1, **options) as group:
@@ -255,11 +255,11 @@ def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnSt
     """The worker holds version 1 in a step while version 2 is dispatched, which it can serve only after that step."""
     with make_over(workers.hold_a_step, capacity=1, max_staleness=0, on_stale=on_stale) as group:
         group.wait_async()
-        await_results(group)  # it is in its step, and cannot leave it before that result is taken
+        await_results(group)  # the worker stays in its step until that result is taken
         group.send_async()
         results = [result.value for result in group.results()]
 
-    refused = [] if on_stale is OnStale.BLOCK else [(1, 1, "stale", 1, 0)]  # unless version 2 had arrived
+    refused = [] if on_stale is OnStale.BLOCK else [(1, 1, "stale", 1, 0)]  # unless version 2 had arrived by then
     assert results[:2] == ["holding", "released"]
     assert results[2] in [(1, 2, "stepped"), *refused]
 
@@ -268,7 +268,7 @@ def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnSt
 def test_a_group_that_has_ended_leaves_no_hooks_on_a_ranks_model(
     make_over: Make, request: pytest.FixtureRequest
 ) -> None:
-    """They would compare its version with what that group has announced, at each forward."""
+    """Such hooks would compare, at each forward, the model's version with the last one that the group announced."""
     with make_over(workers.act_twice, max_staleness=0) as group:
         assert [result.value for result in group.results()] == [1.0, 1.0]
     assert request.node.stash[WORLD].codes() == [0]

@@ -1,4 +1,4 @@
-"""How worker processes start: Ctrl-C does not reach them meanwhile, and what a failed start says."""
+"""How worker processes start: Ctrl-C does not reach them meanwhile, and a failed start names its cause."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_actors_get_a_model_of_a_class_that_the_program_itself_defines(monkeypat
     model = model_of_the_program(monkeypatch, "__main__")
     asked = GroupArguments(workers.act, model, 1, None, "policy", 2, 0, Staleness(None, OnStale.BLOCK), None, None)
     plan = ActorLauncher(RayWeightSyncScheme(), asked)._plan
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # an actor's, which is a program of Ray's
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # as in an actor, a program of Ray's
 
     made = pickle.loads(pickle.dumps(plan)).make_model()
     assert (type(made).__name__, made.weight.is_meta) == ("Policy", True)
@@ -132,7 +132,7 @@ def test_actors_get_a_model_of_a_class_that_the_program_itself_defines(monkeypat
 def test_a_forked_child_closes_its_copies_of_the_trainers_ends_of_the_pipes(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that are forked would otherwise hold their own pipe open, and not notice that the trainer has died."""
+    """Otherwise a forked worker would hold its own pipe open, and not notice that the trainer has died."""
     asked = GroupArguments(workers.act, model, 1, None, "policy", 2, 0, Staleness(None, OnStale.BLOCK), None, None)
     launcher = ProcessLauncher(SharedMemWeightSyncScheme(), asked)
     monkeypatch.setattr(group_process, "WorkerProcess", lambda _context, _job, dumps: SimpleNamespace(handle=dumps))
@@ -148,7 +148,7 @@ def test_a_forked_child_closes_its_copies_of_the_trainers_ends_of_the_pipes(
 
 
 def test_a_start_waits_for_no_worker_to_read_what_it_runs(make: Make, tmp_path: Path) -> None:
-    """If that was larger than a pipe, each start waited until the worker had imported torch, and heard no Ctrl-C."""
+    """Regression: with a function larger than a pipe, each start waited, deaf to Ctrl-C, for the import of torch."""
     path = tmp_path / "the group has started"
     with make(partial(workers.act_with, (workers.Late(str(path)), bytes(1 << 20)))) as group:
         path.touch()
@@ -160,7 +160,7 @@ def test_a_start_waits_for_no_worker_to_read_what_it_runs(make: Make, tmp_path: 
 def test_without_descriptors_a_group_says_which_limit_to_raise_and_leaves_nothing(
     make: Make, left: int, worker: int
 ) -> None:
-    with make(workers.act) as group:  # what is opened once for all
+    with make(workers.act) as group:  # open what is opened only once
         group.close(timeout=0)
     gc.collect()
     before = descriptors()
@@ -179,7 +179,7 @@ def test_without_descriptors_a_group_says_which_limit_to_raise_and_leaves_nothin
 def test_what_was_opened_for_a_worker_is_closed_if_the_descriptors_run_out_meanwhile(
     make: Make, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread may take them."""
+    """Another thread may take the last descriptors."""
     monkeypatch.setattr(group_process, "_require_descriptors", lambda *_: None)
     with make(workers.act) as group:
         group.close(timeout=0)
@@ -206,7 +206,7 @@ def test_an_interrupt_while_a_group_looks_whether_descriptors_are_left_leaves_no
         signal.raise_signal(signal.SIGUSR1)
         return found
 
-    with make(workers.act) as group:  # what is opened once for all
+    with make(workers.act) as group:  # open what is opened only once
         group.close(timeout=0)
     gc.collect()
     descriptors_before, pipe = descriptors(), os.pipe
