@@ -1,4 +1,4 @@
-"""An array given for an option is refused in plain words: numpy compares it with ``==`` element by element."""
+"""An array given for an option is refused with a clear message, although numpy compares arrays element by element."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ ARRAYS = (
     numpy.array(["auto", "raise"]),
     numpy.array([]),
     numpy.array(["auto"]),
-    numpy.array("auto"),  # without dimensions
+    numpy.array("auto"),  # zero-dimensional
     torch.tensor([1, 2]),
 )
 
 
 class Nothing(Carrier):
-    """Carries nothing."""
+    """A carrier that never delivers anything."""
 
     def update_info(self, bucket: Any) -> Mapping[str, Any]:
         return {}
 
 
-#: What can be made, and the arguments that it must have.
+#: The callables under test, and the arguments that each must have.
 MADE: dict[Callable[..., Any], dict[str, Any]] = {
     **{getattr(weightsync, name): {} for name in weightsync.__all__ if name.endswith("WeightSyncScheme")},
     weightsync.RayModuleTransformScheme: {},
@@ -72,7 +72,7 @@ def arguments_of(call: Callable[..., Any]) -> list[str]:
 
 
 def refuses_arrays(call: Callable[..., Any], argument: str) -> None:
-    """Give an argument each array: it may be taken, for names for example, or refused by an error of weightsync."""
+    """Pass each array for an argument. It may be accepted, as names may, or refused by an error of weightsync."""
     for array in ARRAYS:
         with contextlib.suppress(WeightSyncError):
             call(**{argument: array})

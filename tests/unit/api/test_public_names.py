@@ -43,7 +43,7 @@ def test_importing_weightsync_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # TorchRL's own
+@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # a warning of TorchRL's own
 @pytest.mark.parametrize(
     ("former", "home", "name"),
     [

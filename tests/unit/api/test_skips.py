@@ -1,4 +1,4 @@
-"""No tool may be missing in silence: tests skip by `missing`, which fails in CI; what else skips is listed here."""
+"""Tests without a tool skip by `missing`, which fails in CI, so none goes unnoticed. Other skips are listed here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import missing
 import pytest
 
 TESTS = Path(__file__).parents[2]
-#: Whose skips are of other things than a missing tool, and why.
+#: Files whose tests skip for another reason than a missing tool, and that reason.
 OTHERS = {
     "missing.py": "it is how tests skip",
     "unit/api/test_skips.py": "it tests that",

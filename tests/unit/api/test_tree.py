@@ -1,4 +1,4 @@
-"""The error tree: its bases, its pickling, and what its messages tell."""
+"""The error tree: base classes, pickling and messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXAMPLES = [
     errors.SenderClosed("said goodbye"),
 ]
 
-#: The types that the reference documents stay bases of ours.
+#: The base classes that the reference documents: our errors must keep them.
 BASES = {
     errors.WeightSyncError: (RuntimeError,),
     errors.AckTimeoutError: (errors.SyncError, TimeoutError),

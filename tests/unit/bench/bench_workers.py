@@ -24,7 +24,7 @@ def keeps_something_else(channel: Any, *rest: Any) -> None:
 
 
 def never_starts(channel: Any, *rest: Any) -> None:
-    """A worker that ends before it has said anything."""
+    """A worker that ends before its first message."""
 
 
 def raises(channel: Any, *rest: Any) -> None:

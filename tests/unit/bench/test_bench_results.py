@@ -1,4 +1,4 @@
-"""What is made of the bench's numbers: JSON and back, ratios, targets, noise, comparison, the page, the picture."""
+"""Evaluation of the bench's numbers: JSON, ratios, targets, noise, comparison, the page and the picture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHARED, PIPE = Label("shared", Kind.SCHEME, "digest"), Label("process", Kind.SCH
 
 
 def took(label: Label, milliseconds: float, spread: float = 0.0, **calls: int) -> Measured:
-    """A record whose quartiles are that far apart, in units of the median."""
+    """A record whose quartiles are ``spread`` times the median apart."""
     median = milliseconds / 1000
     return Measured(label, 9, median, median * (1 - spread / 2), median * (1 + spread / 2), **calls)
 
@@ -187,7 +187,7 @@ def test_a_floor_that_was_not_measured_gives_no_ratio() -> None:
         (45.0, 0.0, Verdict.MISSED),
         (44.0, 0.3, Verdict.NOISY),
         (45.0, 0.3, Verdict.NOISY),
-        (80.0, 0.3, Verdict.MISSED),  # by the quartiles too
+        (80.0, 0.3, Verdict.MISSED),  # missed by the quartiles too
         (20.0, 0.3, Verdict.REACHED),
     ],
 )

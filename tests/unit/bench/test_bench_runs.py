@@ -1,4 +1,4 @@
-"""Runs of the bench: what carries weights is timed, what does not is an error, and nothing outlives a run."""
+"""Runs of the bench: a correct transfer is timed, an incorrect one is an error, and nothing outlives a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = PAYLOADS["S"]
 
 
 class Listening:
-    """Remembers how a run went."""
+    """An observer that records the course of a run."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -52,7 +52,7 @@ class Listening:
 
 @pytest.fixture(autouse=True)
 def started(forkserver: object) -> None:
-    """Workers are forked from the process that all tests share."""
+    """Fork the workers from the process that all tests share."""
 
 
 def measure(*schemes: SchemeName, **options: Any) -> Case:
@@ -84,7 +84,7 @@ def test_every_contender_of_a_case_is_timed_as_often_as_the_others_with_its_call
 
 
 @pytest.mark.torchrl
-@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # TorchRL's own
+@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # a warning of TorchRL's own
 def test_torchrls_schemes_are_measured_beside_ours() -> None:
     installed("torchrl", what="TORCHRL'S SCHEMES IN THE BENCH", extra="torchrl")
     case = measure(SchemeName.TORCHRL_PIPE, SchemeName.TORCHRL_SHARED)

@@ -1,4 +1,4 @@
-"""A step of the bench that waits forever for a worker is ended, and says for which worker it waited."""
+"""A step of the bench that waits forever for a worker is ended, with an error that names the worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weightsync.bench.watching import Watchdog, forget, watch
 
 
 class Silent:
-    """Hears how a run goes, and says nothing."""
+    """An observer of a run that ignores everything."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -34,7 +34,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has ended is noticed at the first look, and a step has all the time that it needs."""
+    """Notice the end of a worker at the first look, and give each step unlimited time."""
     monkeypatch.setattr(watching, "TICK", 0.01)
     monkeypatch.setattr(watching, "NOTICE_TIMEOUT", 0.0)
     monkeypatch.setattr(watching, "STEP_TIMEOUT", float("inf"))
@@ -55,7 +55,7 @@ def stop(worker: subprocess.Popen[bytes]) -> None:
 
 
 def kill(worker: subprocess.Popen[bytes]) -> None:
-    """Kill it, and wait until it is dead: on a busy machine that is a while later."""
+    """Kill a worker, and wait until it is dead: on a busy machine that takes a while."""
     worker.kill()
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
@@ -176,13 +176,13 @@ def test_a_run_ends_when_a_floors_worker_is_stopped(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.torchrl
-@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # TorchRL's own
+@pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # a warning of TorchRL's own
 def test_a_run_ends_when_a_worker_of_torchrl_is_killed(monkeypatch: pytest.MonkeyPatch, forkserver: object) -> None:
     installed("torchrl", what="A KILLED WORKER OF TORCHRL IN THE BENCH", extra="torchrl")
     honest = torchrl_schemes.TorchRLScheme.send
 
     def killing(scheme: torchrl_schemes.TorchRLScheme) -> None:
-        honest(scheme)  # its queues start their threads: one whose start is interrupted never ends
+        honest(scheme)  # starts the threads of its queues: one that is interrupted at its start never ends
         for process in scheme._workers.processes:
             process.kill()
             process.join()
@@ -192,4 +192,4 @@ def test_a_run_ends_when_a_worker_of_torchrl_is_killed(monkeypatch: pytest.Monke
     said = r"^torchrl-shared: a worker has ended: torchrl-shared: worker 0 \(process \d+\)$"
     with pytest.raises(BenchError, match=said):
         run(Settings((PAYLOADS["E"],), (1,), (SchemeName.TORCHRL_SHARED,), rounds=1), Silent())
-    gc.collect()  # the error held the scheme, and with it the thread of its queue
+    gc.collect()  # the error held the scheme, and thereby the thread of its queue

@@ -1,4 +1,4 @@
-"""The page about clusters: rendered from stored results, and calculated as it says."""
+"""The page about clusters: rendered from stored results, and calculated by the formulas on the page."""
 
 from __future__ import annotations
 

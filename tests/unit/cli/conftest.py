@@ -1,4 +1,4 @@
-"""A command that a signal ended keeps its handlers until its process ends: tests put the former ones back."""
+"""A command that was ended by a signal keeps its handlers until its process ends, so tests restore the former ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
-    """A process of its own has these when a command begins."""
+    """Install the handlers that a process of its own has when a command begins."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number in NUMBERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`weightsync check` without TLC: help, listing, and the messages if something is missing."""
+"""`weightsync check` without TLC: help, listing, and the messages if a tool is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weightsync doctor`: each probe finds what is planted, and a scheme is as good as the worst of what it needs."""
+"""`weightsync doctor`: each probe finds a planted fault, and a scheme is rated as the worst probe that it needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _refuse(number: int) -> Callable[..., object]:
 
 
 def _no_folder() -> str:
-    """What `tempfile` does where no folder can be written to, and on a full disk."""
+    """Raise as `tempfile` does if no folder can be written to, or the disk is full."""
     raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/x']")
 
 
@@ -100,7 +100,7 @@ def test_what_does_not_work_is_named_with_its_remedy(
     status: Status,
     said: str,
 ) -> None:
-    monkeypatch.setattr(_probes, "_version", lambda _: "9.9")  # so Ray counts as installed
+    monkeypatch.setattr(_probes, "_version", lambda _: "9.9")  # so that Ray counts as installed
     monkeypatch.setattr(*planted)
 
     home = _limits if probe in vars(_limits) else _probes
@@ -113,7 +113,7 @@ def test_a_command_without_a_folder_for_temporary_files_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def build_none() -> object:
-        return lambda **_: _no_folder()  # torch raises this while it is imported, and so do the commands themselves
+        return lambda **_: _no_folder()  # importing torch raises this, and so do the commands themselves
 
     monkeypatch.setattr(_app, "build", build_none)
 
@@ -180,7 +180,7 @@ def test_a_package_that_is_installed_and_broken_is_named_and_the_rest_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken() -> Finding:
-        raise RuntimeError("this protobuf is too old")  # what importing Ray may raise
+        raise RuntimeError("this protobuf is too old")  # as importing Ray may raise
 
     works = dict.fromkeys(PROBES, lambda: Finding(Status.WORKS, "here"))
     monkeypatch.setattr(doctor, "PROBES", {**works, "Ray": broken})

@@ -1,4 +1,4 @@
-"""Every command has `--json`, says its exit codes, and leaves standard output to the JSON that it prints."""
+"""Every command has `--json`, documents its exit codes, and writes only JSON to standard output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from weightsync.soak.run import Soak, Tally, Usage
 
 
 def commands() -> Iterator[list[str]]:
-    """Each command, and each command of a group, as its words."""
+    """The words of each command, and of each command in a group."""
     context: Any = None
     whole: Any = get_command(build())
     for name in whole.list_commands(context):
@@ -97,7 +97,7 @@ def test_the_documents_have_every_command_and_its_exit_codes() -> None:
     assert sorted(name for name, _ in rows) == sorted(" ".join(words) for words in commands())
 
 
-#: For each command, its other arguments, and what one finds in its JSON.
+#: For each command, its other arguments, and a check of its JSON.
 PRINTED: Mapping[str, tuple[Callable[[str, Path], list[str]], Callable[[Any], bool]]] = {
     "check": (lambda trace, folder: ["--list", "MCAsync"], lambda data: data[0]["name"] == "MCAsync"),
     "doctor": (lambda trace, folder: [], lambda data: data["healthy"]),
@@ -119,7 +119,7 @@ def test_every_command_is_tried_below() -> None:
 
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that take long say what they would have found."""
+    """Replace the work of slow commands by fixed results."""
     used = Usage(1, 2, 3, 0)
     monkeypatch.setattr(Soak, "run", lambda *_: Tally(versions=3, before=used, after=used))
     monkeypatch.setattr(running, "run", lambda *_: Results({"cores": "2"}, 0.25, ()))

@@ -1,4 +1,4 @@
-"""Signals end a command once: those that come while it ends its processes do not disturb that."""
+"""Signals end a command once: further signals do not disturb it while it ends its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weightsync soak`: a run of each action finds nothing, and what is planted is found."""
+"""`weightsync soak`: a run of each action finds nothing, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weightsync.soak.worker import SoakModel
 
 
 class Each(Soak):
-    """Takes each action once, in the order of the enum, and ends."""
+    """A soak that takes each action once, in the order of the enum, and ends."""
 
     def run_each(self, *actions: Action) -> Tally:
         rest = list(actions or Action)
@@ -77,8 +77,8 @@ def take_each_action(scheme: SchemeName, method: str = "forkserver") -> None:
     assert tally.before is not None
     assert tally.after is not None
     assert (tally.after.threads, tally.after.children) == (tally.before.threads, tally.before.children)
-    if scheme not in (SchemeName.RAY, SchemeName.RPC):  # these close connections in threads of their own, later
-        torchs_own = 2 if scheme is SchemeName.DISTRIBUTED else 0  # torch keeps them from the first store on
+    if scheme not in (SchemeName.RAY, SchemeName.RPC):  # these close connections later, in threads of their own
+        torchs_own = 2 if scheme is SchemeName.DISTRIBUTED else 0  # torch keeps them after the first store
         assert tally.after.descriptors <= tally.before.descriptors + torchs_own
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_serves_something_else_than_it_acked_is_found(
 
 
 def _forgetful(soak: Soak) -> object:
-    """Fills the weights with another value than it says."""
+    """Return a function that fills the weights with a value other than the one it returns."""
 
     def next_value() -> float:
         soak.tally.versions += 1
@@ -168,7 +168,7 @@ def _sleep(channel: Connection) -> None:
 
 def test_a_worker_whose_start_was_interrupted_does_not_work_and_ends_with_its_trainer(forkserver: Any) -> None:
     worker = LocalWorker("worker 0", _sleep, (), forkserver)
-    worker.process.start()  # and Ctrl-C came before this returned
+    worker.process.start()  # as if Ctrl-C arrived before this returned
     assert not worker.channel.poll(0.5)
     worker.channel.close()
     worker._far_end.close()
@@ -188,7 +188,7 @@ def test_a_soak_that_is_ended_by_a_signal_ends_what_it_started(
             os.kill(os.getpid(), number)
             threading.Event().wait(PATIENCE)
         except SystemExit:
-            sys.exit(1)  # as Ray does
+            sys.exit(1)  # as Ray's handler does
         finally:
             ended.append(True)
         return Tally()

@@ -1,4 +1,4 @@
-"""`weightsync trace`: every step and every message of a recorded run is in the chart, once, where it belongs."""
+"""`weightsync trace`: each step and message of a recorded run is in the chart once, at its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weightsync.verify.chart import Chart, RowKind, chart_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One update that a worker applies, and one that reaches nobody, since the worker has closed."""
+    """Traces of an update that a worker applies, and of one that arrives nowhere, since both ends are closed."""
     folder, scheme = tmp_path_factory.mktemp("traces"), weightsync.MultiProcessWeightSyncScheme()
     ours, theirs = multiprocessing.Pipe()
     with recorder.record(folder):

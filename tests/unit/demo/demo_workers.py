@@ -1,4 +1,4 @@
-"""Workers that do what they should not: module-level functions, so that other processes can import them."""
+"""Faulty workers: module-level functions, so that other processes can import them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.demo.worker import Rollout, act
 
 
 def serves_something_else(worker: Worker, settings: Settings) -> None:
-    """The last worker's live model is changed before its digest is taken."""
+    """Change the last worker's live model before its digest is taken."""
     honest = worker.receiver.digest
 
     def changed() -> bytes:
@@ -28,7 +28,7 @@ def serves_something_else(worker: Worker, settings: Settings) -> None:
 
 
 def stops_in_its_first_chunk(worker: Worker, settings: Settings) -> None:
-    """The last worker is stopped, as by a debugger: it is there, and does nothing."""
+    """Stop the process of the last worker in its first chunk, as a debugger would."""
 
     def collect(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -39,7 +39,7 @@ def stops_in_its_first_chunk(worker: Worker, settings: Settings) -> None:
 
 
 def raises(worker: Worker, settings: Settings) -> None:
-    """Every worker fails in its first chunk."""
+    """Fail in the first chunk, in every worker."""
 
     def collect(*_: object) -> None:
         raise ZeroDivisionError("planted")
@@ -49,5 +49,5 @@ def raises(worker: Worker, settings: Settings) -> None:
 
 
 def ends(*_: object, **__: object) -> NoReturn:
-    """A worker that ends before it has said anything."""
+    """End before the first message."""
     os._exit(1)

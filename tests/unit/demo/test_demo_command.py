@@ -1,4 +1,4 @@
-"""`weightsync demo` as a command: options, plain lines, exit codes, and how it ends when it is made to."""
+"""`weightsync demo` as a command: options, plain lines, exit codes, and interrupts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 
 def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command says on stderr before it exits with 1."""
+    """The text that the command writes to stderr before it exits with 1."""
     monkeypatch.setattr(sys, "argv", ["weightsync", "demo", *arguments])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -62,7 +62,7 @@ def test_an_unknown_scheme_is_refused_with_the_names_of_those_there_are(runner: 
     shown = runner.invoke(build(), ["demo", "--scheme", "pigeon"])
 
     assert shown.exit_code == 2
-    said = " ".join(shown.output.replace("│", " ").split())  # the box around it wraps lines
+    said = " ".join(shown.output.replace("│", " ").split())  # the box around the message wraps lines
     assert "'pigeon' is not one of 'shared', 'process', 'ray', 'rpc', 'distributed'." in said
 
 
@@ -115,11 +115,11 @@ def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
 
 
 def training(scheme: str = "shared") -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """The demo with two workers, once it trains."""
+    """Run the demo with two workers, and enter the context once it trains. See `running` for what it returns."""
     return running("demo", "--plain", "--workers", "2", "--scheme", scheme, begun="training")
 
 
-# Over Ray it starts a cluster of its own.
+# Over Ray, the demo starts a cluster of its own.
 @pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
     with training(scheme) as (process, mark):

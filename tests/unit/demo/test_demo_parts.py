@@ -94,18 +94,18 @@ def test_nothing_is_proved_against_no_digest() -> None:
 def test_learning_raises_the_odds_of_what_did_better_than_expected() -> None:
     learner = Learner(seed=0)
     lived = chunk(steps=64, environments=8)
-    lived.terminated[...] = lived.done[...] = lived.actions == 0  # action 0 always ends it
+    lived.terminated[...] = lived.done[...] = lived.actions == 0  # action 0 always ends an episode
     before = float(np.mean(learner.policy.act(lived.observations[0], learner._generator)[0]))
 
     for _ in range(10):
         learner.learn([lived])
 
     after = [float(np.mean(learner.policy.act(row, learner._generator)[0])) for row in lived.observations]
-    assert before < 0.55 < np.mean(after) < 0.65  # no further than the clip allows in one go
+    assert before < 0.55 < np.mean(after) < 0.65  # no further than the clip allows for one chunk
 
 
 class _AnyVersion:
-    """A receiver in as far as a rollout asks it."""
+    """The part of a receiver that a rollout uses."""
 
     def __init__(self) -> None:
         self.model = Policy()
@@ -125,7 +125,7 @@ def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
     going_on = ~lived.done[:-1]
     assert (lived.observations[1:][going_on] == lived.next_observations[:-1][going_on]).all()
     assert (np.abs(lived.observations[1:][~going_on]) <= 0.05).all()  # where an episode begins
-    assert (lived.terminated == lived.done).all()  # none lasts for 500 steps
+    assert (lived.terminated == lived.done).all()  # no episode lasts for 500 steps
     assert (np.abs(lived.next_observations[lived.done][:, [0, 2]]) > 0.2).any(axis=1).all()  # the pole has fallen
     assert len(lived.returns) == lived.done.sum() > 0
     first = [int(np.argmax(column)) + 1 for column in lived.done.T if column.any()]
@@ -138,7 +138,7 @@ def test_a_run_state_counts_time_and_means() -> None:
     state.enter(Phase.TRAINING)
     state.enter(Phase.PROVING)
     trained = state.elapsed
-    assert trained == state.elapsed  # it counts no longer
+    assert trained == state.elapsed  # the clock has stopped
 
     state.returns += [10.0] * 15 + [30.0] * 25
 

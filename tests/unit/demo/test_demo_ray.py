@@ -1,4 +1,4 @@
-"""The demo over Ray: the same proof, with actors for workers."""
+"""The demo over Ray: the same proof, with actors as workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.demo import RunState, SchemeName, Settings, run
 
 pytestmark = [
     pytest.mark.ray,
-    # Ray's C++ and its background threads leave what they do not close to the collector.
+    # Ray's C++ code and background threads leave some resources to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 

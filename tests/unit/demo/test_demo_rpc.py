@@ -1,4 +1,4 @@
-"""The demo over torch's RPC, in processes of their own: one that has left RPC cannot join new workers there."""
+"""The demo over torch's RPC, in new processes: a process that has left RPC cannot join new workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.rpc
 
 
 def proved() -> None:
-    """A run in which a worker is killed."""
+    """Run the demo, which kills a worker, and check what the others prove."""
     settings = Settings(scheme=SchemeName.RPC, workers=3, overlap=True, kill_worker=True)
     with pytest.MonkeyPatch.context() as patch:
         end_after(20, patch)
@@ -36,7 +36,7 @@ def alone(folder: Path) -> None:
 
 
 def unreachable() -> None:
-    """Join at an address of a kind that torch does not know."""
+    """Join at an address whose scheme torch does not know."""
     could_not_join = pytest.raises(
         TransportError, match="the trainer could not join torch's RPC: No rendezvous handler"
     )

@@ -1,4 +1,4 @@
-"""Short runs with real processes: what is proved in the end, and what keeps a run from being a success."""
+"""Short runs with real processes: what they prove at the end, and which faults make a run fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORE_KILL = Settings(scheme=SchemeName.DISTRIBUTED, workers=3, overlap=True, ki
 
 
 def end_after(updates: int, patch: pytest.MonkeyPatch) -> None:
-    """Have runs end after so many updates, however long they take; a worker is killed after the first, if one is."""
+    """Make runs end after this many updates, however long they take. Any kill of a worker follows the first update."""
     patch.setattr(trainer, "SOLVED", 0.0)
     patch.setattr(trainer, "STAYS_SOLVED", updates)
     patch.setattr(trainer, "_HALF_WAY", 0.0)
@@ -34,7 +34,7 @@ def assert_proved(state: RunState) -> None:
     assert len(state.sent.digest) == 16
     assert state.updates > 0
     assert state.syncs == state.sent.version
-    # The first and the last version are sent without an update, and so is one for which all experience was too old.
+    # No update precedes the first version, the last one, or a version for which all experience was too old.
     assert state.sent.version >= state.updates + 2
     assert state.steps >= 512 * state.updates
     assert [worker.version for worker in state.workers[:2]] == [state.sent.version] * 2

@@ -524,7 +524,7 @@ def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_c
 def test_an_interrupt_while_a_dead_worker_is_seen_to_loses_no_failure(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: `failures` lacked it, `results` ended, and the next send raised a bare IndexError or StopIteration."""
+    """Regression: `failures` lacked it, `results` ended, and the next send raised IndexError or StopIteration."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Both schemes, in turn; workers by forkserver."""
+"""Fixtures for tests over both schemes, with workers from a forkserver."""
 
 from fleet import crew, pair, scheme_class, three
 

@@ -1,4 +1,4 @@
-"""A call ends by its deadline, counted from its start, also while the model is in use or a signal arrives."""
+"""A call ends by its deadline, counted from its start, even while the model is in use or a signal arrives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from weightsync.testing import FakeClock
 
 
 class Slow(nn.Module):
-    """Its extra state takes three seconds of a fake clock."""
+    """A model whose extra state takes three seconds of a fake clock to read."""
 
     def __init__(self, clock: FakeClock | None = None) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ def test_g10_a_deadline_counts_from_the_call_and_not_from_the_end_of_packing(
     assert took == pytest.approx(report.pack_s)
 
 
-# ------------------------------------------------------------------------------------------ others serve the model
+# ----------------------------------------------------------------------------------- other threads serve the model
 
 
 @pytest.fixture
 def served(pair: Pair) -> Iterator[Pair]:
-    """A pair whose model another thread serves."""
+    """A pair whose model is served by another thread."""
     pair.sync()
     entered, done = threading.Event(), threading.Event()
 
@@ -175,7 +175,7 @@ def test_a_close_waits_for_a_swap_that_has_begun(pair: Pair, monkeypatch: pytest
     assert inside.wait(PATIENCE)
     closing = threading.Thread(target=close)
     closing.start()
-    assert gave_up.wait(PATIENCE)  # waiting for the thread, which has the swap
+    assert gave_up.wait(PATIENCE)  # close() waits for the thread that holds the swap
     done.set()
     closing.join(PATIENCE)
 
@@ -199,7 +199,7 @@ def test_g11_code_that_ends_the_background_thread_is_told_to_both_sides(pair: Pa
 
 
 class FullForReaders(logging.Handler):
-    """A handler of the user's that fails in a background reader."""
+    """A user's log handler that fails in background readers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.threadName and record.threadName.startswith("weightsync receiver of"):
@@ -213,7 +213,7 @@ def reader_cannot_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     log.addHandler(handler)
     yield
-    for thread in threading.enumerate():  # they raise what the handler raised, last
+    for thread in threading.enumerate():  # these end by raising the handler's error
         if thread.name.startswith("weightsync receiver of"):
             thread.join(PATIENCE)
     log.removeHandler(handler)
@@ -255,7 +255,7 @@ def test_g11_the_end_of_the_background_thread_is_told_to_both_sides_although_the
 
 
 class Interrupted(Exception):
-    """What the handler of a signal raises."""
+    """Raised by a signal handler."""
 
 
 def interrupt(*_: Any) -> None:
@@ -263,7 +263,7 @@ def interrupt(*_: Any) -> None:
 
 
 def waits(pair: Pair) -> dict[str, tuple[Callable[[], Any], Callable[[], bool]]]:
-    """What waits forever, and whether it does."""
+    """Calls that wait forever, each with a function that tells whether its wait has begun."""
     return {
         "send": (lambda: pair.sender.send(timeout=None), lambda: pair.sender.state is State.AWAITING_ACK),
         "receive": (lambda: pair.receiver.receive(timeout=None), lambda: pair.receiver.state is State.READY),
@@ -303,7 +303,7 @@ def test_g10_a_signal_ends_a_wait_that_nothing_else_would_end(pair: Pair, call: 
 def test_g4_an_incarnation_is_above_its_fence_whatever_the_clock_says() -> None:
     with FakeClock() as clock:
         for ahead in (0, 1, 10**9, 10**12):
-            # All ones below: no random tie-breaker lifts an incarnation of the same nanosecond above it.
+            # The low 32 bits are all ones: no random bits lift an incarnation of the same nanosecond above the fence.
             fence = ((clock.time_ns() + ahead) << 32) | 0xFFFFFFFF
             assert all(new_incarnation(fence) > fence for _ in range(3))
 
@@ -337,7 +337,7 @@ def test_g4_a_fence_given_to_the_scheme_that_creates_its_links_at_init_is_risen_
 
 
 def states_after_two_forks(sender: Any, connect: Callable[[], None]) -> str:
-    """The states of an inherited sender: in a child, there after it was connected anew, and in the child's child."""
+    """The states of an inherited sender: in a child, in the child after a new connect, and in the child's child."""
     reading_end, telling = os.pipe()
     child = os.fork()
     if child == 0:

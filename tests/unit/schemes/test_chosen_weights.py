@@ -1,4 +1,4 @@
-"""`names=`: a part of a model (adapters), declared on both sides; the rest of the worker's model stays untouched."""
+"""`names=`: only a part of a model (adapters) is sent, as declared on both sides, and a worker keeps the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAPTERS = "*.lora_?.weight"
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter, as peft has it: merging is what a send of the whole would do."""
+    """A linear layer with an adapter, as in peft. A send of the whole model would merge it."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Mergeable(nn.Module):
 
 
 class Quantised(Mergeable):
-    """Keeps state elsewhere, as a quantised base does."""
+    """A model with state outside of its weights, as a quantised base has."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -77,7 +77,7 @@ class Linked:
 
 @pytest.fixture
 def link(scheme_class: Any) -> Iterator[Any]:
-    """Makes a trainer and a worker."""
+    """A function that makes a trainer and a worker."""
     made: list[Linked] = []
 
     def make(names: Any = ADAPTERS, theirs: Any = ADAPTERS, source: Any = None, destination: Any = None) -> Linked:
@@ -114,7 +114,7 @@ def test_only_the_chosen_weights_change_and_the_digest_covers_them(link: Any, ki
     assert int(one.model.layer.steps) == 0
 
     with torch.no_grad():
-        one.model.layer.base.weight.fill_(7)  # what was not sent is the worker's own
+        one.model.layer.base.weight.fill_(7)  # not sent, so it is the worker's own
     one.sync(dict(filled(Mergeable(), 3.0).named_parameters()))
     assert (constants(one.model.layer.lora_A), one.receiver.version) == ({3.0}, 2)
     assert constants(one.model.layer.base) == {7.0, 0.0}
@@ -236,7 +236,7 @@ CHOSEN = {"layer.lora_A.weight", "layer.lora_B.weight"}
 
 
 def connected(scheme: Any, worker: Any) -> None:
-    """Connect both, the second generation's way."""
+    """Connect both ends, as the second generation does."""
     thread = threading.Thread(target=lambda: worker.connect(timeout=PATIENCE))
     thread.start()
     scheme.connect(timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""`delta=True`: a version travels as what it has other than the one before, or whole where its base is not held."""
+"""`delta=True`: a version travels as its difference from the one before, or whole to a worker without that base."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ deltas = partial(MultiProcessWeightSyncScheme, delta=True)
 
 @pytest.fixture
 def one() -> Iterator[Pair]:
-    """A sender of deltas and one receiver, which serves the first version."""
+    """A sender of deltas, and a receiver that serves the first version."""
     with _pair() as made:
         made.sync()
         yield made
@@ -52,18 +52,18 @@ def _pair(scheme: Any = deltas, workers: int = 1, model: Callable[..., nn.Module
 
 
 def step(pair: Pair, row: int = 0) -> None:
-    """A small step of training."""
+    """Take a small step of training."""
     with torch.no_grad():
         pair.source.get_parameter("0.weight")[row] += 1.0
 
 
 def bits(model: nn.Module) -> dict[str, bytes]:
-    """All weights, to the last bit."""
+    """The bytes of all weights."""
     return {name: bytes(each.flatten().view(torch.uint8).numpy().data) for name, each in model.state_dict().items()}
 
 
 def resent(pair: Pair) -> SyncReport:
-    """A send whose delta is refused for its base."""
+    """Send a delta that is refused for its base, and then the whole version. Returns the report."""
     pair.sender.send_async()
     assert pair.receiver.receive(0) is False
     pair.sender.poll()
@@ -116,7 +116,7 @@ def test_a_step_that_changes_most_travels_whole(one: Pair) -> None:
 
 
 class Everything(nn.Module):
-    """Every kind of element, and extra state."""
+    """A module with elements of each kind, and with extra state."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_nor_if_the_version_is_still_due_to_another_worker() -> None:
         assert two.receivers[1].receive(0) is True
         assert [receiver.version for receiver in two.receivers] == [3, 2]
         two.sender.poll()
-        assert two.sender.stale_answers == 2  # that it is superseded for one worker, applied by the other
+        assert two.sender.stale_answers == 2  # one says superseded, the other says applied
 
 
 def test_an_abandoned_delta_is_a_base_only_once_it_was_acked(one: Pair) -> None:
@@ -366,7 +366,7 @@ def test_over_a_new_link_nothing_is_a_delta_until_a_version_was_acked_over_it(on
                 scheme.get_receiver().receive(0)
             reports.append(one.sender.wait_async(timeout=PATIENCE).payload_nbytes)
 
-        # The version that follows the handshake, and the one behind it; then the delta.
+        # The version behind the handshake and the one after that travel whole, the next one as a delta.
         assert reports == [{0: WHOLE}, {0: 16}]
         assert bits(model) == bits(one.source)
 

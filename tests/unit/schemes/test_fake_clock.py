@@ -1,4 +1,4 @@
-"""`FakeClock`: deadlines pass when a test moves it, and not before; what it affects and what it does not."""
+"""`FakeClock`: deadlines pass only when a test moves the clock. What the clock affects, and what it does not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weightsync import clock as timing
 from weightsync.clock import Deadline, Stopwatch, new_incarnation, wall_time
 from weightsync.testing import FakeClock
 
-#: The machine's seconds that show that somebody waits.
+#: Seconds of real time after which a call that has not returned counts as waiting.
 WHILE = 0.1
 
 
 def await_answers(pair: Pair) -> None:
-    """Wait until the sender does: its deadline counts by then."""
+    """Wait until the sender waits for answers: from then on its deadline counts."""
     while pair.sender.state is not State.AWAITING_ACK:
         time.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""`check_finite=True`: weights with NaN or infinite values are refused in the trainer, by name; workers keep theirs."""
+"""`check_finite=True`: the trainer refuses weights with NaN or infinite values, by name, and workers keep theirs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nothing_is_sent_and_the_worker_keeps_its_version(scheme_class: Any) -> 
     "name", [name for name, dtype in DTYPES.items() if dtype.is_floating_point or dtype.is_complex]
 )
 def test_values_of_every_dtype_are_seen(name: str) -> None:
-    warnings.simplefilter("ignore", UserWarning)  # of torch, about complex32
+    warnings.simplefilter("ignore", UserWarning)  # torch warns about complex32
     weights = {
         "fine": torch.ones(3).to(DTYPES[name]),
         "empty": torch.ones(0).to(DTYPES[name]),

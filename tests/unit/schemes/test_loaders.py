@@ -1,4 +1,4 @@
-"""A loader in place of a model: it gets a version whole, and the ack says that it has taken all of it."""
+"""A loader in place of a model: it gets each version whole, and the ack says that it has taken all of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weightsync.weights.tensors import address_of
 
 
 class Moody(nn.Linear):
-    """Has extra state."""
+    """A layer with extra state."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -43,7 +43,7 @@ class Moody(nn.Linear):
 
 
 class Engine:
-    """Holds what its loader was given, and then does what the test says."""
+    """An engine that keeps what its loader gets, and then calls a function that the test has set."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
@@ -57,7 +57,7 @@ class Engine:
 
 
 def feeding(engine: Engine, trainer: Callable[[float], nn.Module] = small, **options: Any) -> Callable[[float], Any]:
-    """What makes the trainer's model, and the worker's loader."""
+    """A function that makes the trainer's model, and for the argument 0 the worker's loader."""
     return lambda fill: trainer(fill) if fill else Loader(**{"load": engine.load, **options})
 
 
@@ -74,7 +74,7 @@ def pair(engine: Engine, scheme_class: Any) -> Iterator[Pair]:
 
 
 def lost(pair: Pair) -> str:
-    """Why the trainer reports the worker as lost, whose receiver breaks down now."""
+    """Make the receiver break down. Returns the reason for the worker's loss in the trainer's report."""
     pair.sender.send_async()
     with pytest.raises(WeightSyncError, match="the model serves nothing"):
         pair.receiver.receive(timeout=0)
@@ -174,7 +174,7 @@ def test_a_loader_that_returns_what_nobody_awaits_is_never_acked(scheme_class: A
 
 def test_a_loader_that_takes_nothing_loads_nothing_and_is_refused(scheme_class: Any) -> None:
     async def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Never run: its coroutine is dropped."""
+        """Never run: the coroutine is not awaited."""
 
     pair = Pair(scheme_class, model=feeding(Engine(), load=lambda weights, version: load(weights, version).close()))
     pair.sender.send_async()
@@ -250,7 +250,7 @@ def test_a_loader_gets_the_dtype_that_travels(engine: Engine) -> None:
     pair = Pair(lambda: MultiProcessWeightSyncScheme(wire_dtype="bfloat16"), model=feeding(engine))
     assert pair.sync().ok
     kinds = {tensor.dtype for tensor in engine.held.values()}
-    assert kinds == {torch.bfloat16, torch.int64}  # BatchNorm's counter travels as it is
+    assert kinds == {torch.bfloat16, torch.int64}  # BatchNorm's counter is not cast
     pair.close()
 
 
@@ -336,7 +336,7 @@ def test_what_cannot_be_viewed_is_copied_one_bucket_at_a_time(monkeypatch: pytes
     found = {}
     for number, (name, tensor) in enumerate(drawn):
         found[name] = tensor
-        assert sum(copied[:-1]) < sum(each.nbytes for each in found.values()) + 64, number  # no bucket ahead
+        assert sum(copied[:-1]) < sum(each.nbytes for each in found.values()) + 64, number  # no bucket is copied ahead
     assert len(copied) > 3
     assert max(copied) <= 1024
     assert all(torch.equal(found[name], weights[name]) for name in weights)
@@ -354,7 +354,7 @@ def test_a_bucket_is_never_larger_than_asked_but_for_one_tensor() -> None:
 
 
 async def load_later(weights: object, version: int) -> None:
-    """Nobody would await it."""
+    """A loader that would never run, since its coroutine is not awaited."""
 
 
 @pytest.mark.parametrize(

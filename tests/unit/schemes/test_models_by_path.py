@@ -1,4 +1,4 @@
-"""G2 for a model that is found by its path: what is served is what stands there when a version becomes live."""
+"""G2 for a model that is found by its path: the model at that path when a version goes live is the one that serves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Actor:
 
 
 class Elsewhere(nn.Linear):
-    """Keeps state where nobody finds it."""
+    """A layer with state that is neither a parameter nor a buffer."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -81,7 +81,7 @@ def test_g2_a_module_that_was_replaced_gets_the_next_version(pair: Any) -> None:
 
 @contextlib.contextmanager
 def served_beside(pair: Any) -> Iterator[tuple[Future[None], threading.Event]]:
-    """Another thread is inside `serving()` until the event is set."""
+    """Serve the model in another thread until the event is set. Yields the future of that thread, and the event."""
     serving, over = threading.Event(), threading.Event()
 
     def serve() -> None:
@@ -114,7 +114,7 @@ def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_rep
 def test_a_module_that_is_found_while_a_thread_serves_leaves_shared_memory_only_once_that_is_over(
     pair: Any, by_hand: bool
 ) -> None:
-    """A kernel that reads a parameter keeps no reference to its memory, which would be unmapped beneath it."""
+    """A kernel that reads a parameter keeps no reference to its memory, which could be unmapped during the read."""
     policy = pair.actor.policy.share_memory()
     elsewhere, before = policy.weight.detach(), held(policy)
     with served_beside(pair) as (served, over):

@@ -1,4 +1,4 @@
-"""Generation A: every name and signature that the reference documents, and what each means here."""
+"""Generation A: every name and signature that the reference documents, and what each of them does here."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_every_public_name_imports_from_the_package() -> None:
 
 
 class Trainer:
-    """A context of the sender's."""
+    """A context of a sender."""
 
     def __init__(self, pipes: list[Any], **own: Any) -> None:
         self.pipes = pipes
@@ -482,7 +482,7 @@ def test_numpy_integers_are_ints(three: Pair) -> None:
     assert set(three.sync(worker_ids=numpy.array([0, 2]))) == {0, 2}
 
 
-# --------------------------------------------------------------------------------------- shared memory's own
+# ------------------------------------------------------------------------------------ for shared memory only
 
 
 def test_a_registered_buffer_holds_the_newest_version_after_a_send() -> None:

@@ -1,4 +1,4 @@
-"""Odd but valid weights are carried bit-exactly, by both schemes, small and large, to this process and another."""
+"""Odd but valid weights travel bit-exactly, over both schemes, small and large, within a process and to another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Odd(nn.Module):
-    """One of everything."""
+    """A module with one of each kind of odd tensor, and with extra state."""
 
     def __init__(self, seed: int = 0, rows: int = 6) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Odd(nn.Module):
 
 
 def wide(seed: int = 0) -> Odd:
-    """Large enough for a segment: a megabyte."""
+    """A module that is large enough for a segment: one megabyte."""
     return Odd(seed, rows=512)
 
 
 def bits(module: nn.Module) -> dict[str, Any]:
-    """Every tensor as bytes, every extra state."""
+    """The bytes of every tensor, and every extra state."""
     found = {}
     for name, value in module.state_dict().items():
         plain = isinstance(value, torch.Tensor)

@@ -1,4 +1,4 @@
-"""The sender of a transform's one actor. Pipes are its links here, so that every run includes it."""
+"""The sender of a transform's one actor. Its links are pipes here, so that the tests run without Ray."""
 
 from __future__ import annotations
 

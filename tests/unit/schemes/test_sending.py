@@ -1,4 +1,4 @@
-"""What a caller sees of a send: deadlines, abandoning, late and returning workers, closing, threads."""
+"""A caller's view of sends: deadlines, abandoning, late and returning workers, closing, threads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from weightsync.transports.process import started_at
 
 
 class Thread(threading.Thread):
-    """Calls something, and keeps what came of it."""
+    """A thread that keeps the result or the error of its call."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -73,7 +73,7 @@ class Thread(threading.Thread):
 
 
 def reach(sender: Any, state: State) -> threading.Event:
-    """Set once the sender has come to that state."""
+    """An event that is set once the sender has reached this state."""
     reached = threading.Event()
     sender._driver.machine.observe(lambda _before, _input, after: after is state and reached.set())
     return reached
@@ -300,7 +300,7 @@ def test_a_goodbye_during_an_update_that_the_schemes_next_send_settles_is_in_its
 ) -> None:
     sends, time = SequentialSends(three.sender), Deadline(PATIENCE)
     if answering == (1,):
-        sends.send(None, None, Deadline(0), OnFailure.REPORT)  # times out, so that it is reported
+        sends.send(None, None, Deadline(0), OnFailure.REPORT)  # a timeout is reported
     else:
         sends.dispatch(None, None, time, OnFailure.REPORT)
     for index in answering:
@@ -549,7 +549,7 @@ def test_a_worker_that_is_added_while_another_thread_closes_has_its_link_closed(
     ours, theirs = multiprocessing.Pipe()
 
     class Context:
-        """A context whose pipe is looked up just as the sender closes."""
+        """A context that closes the sender when its pipe is looked up."""
 
         @property
         def pipe(self) -> Any:
@@ -646,7 +646,7 @@ def test_a_send_whose_last_worker_leaves_while_weights_are_packed_reports_none_w
 
     def slowly(*arguments: Any) -> Any:
         pair.receiver.close()
-        pair.sender.progress()  # as a thread that polls does
+        pair.sender.progress()  # as another thread that polls does
         return pack(*arguments)
 
     monkeypatch.setattr(pair.sender._outgoing, "pack", slowly)
@@ -705,7 +705,7 @@ def test_a_second_threads_send_is_refused_while_the_first_waits(pair: Pair) -> N
 
 @pytest.mark.parametrize("ask", ["send_async", "poll"])
 def test_a_close_by_another_thread_comes_before_a_call_or_after_it(pair: Pair, ask: str, monkeypatch: Any) -> None:
-    """Never in the middle: it would get a report of no version, although one was sent (found by frontrun)."""
+    """Otherwise the call would get a report without a version, although one was sent (found by frontrun)."""
     if ask == "poll":
         pair.sender.send_async()
     before, closing = Reporter.so_far, Thread(pair.sender.close)
@@ -737,7 +737,7 @@ def test_many_threads_send_and_each_is_told_of_its_own_version(scheme_class: Any
                 try:
                     versions.append(sender.send(timeout=PATIENCE).version)
                 except StateError:
-                    time.sleep(0.001)  # who spins keeps the interpreter from the thread that waits for its answer
+                    time.sleep(0.001)  # a spinning thread would keep the interpreter from the waiting one
             return versions
 
         threads = [Thread(ten) for _ in range(4)]
@@ -808,11 +808,11 @@ def test_nothing_becomes_live_inside_ones_own_serving_block(pair: Pair) -> None:
     assert pair.receiver.version == 2
 
 
-# --------------------------------------------------------------- what on_pending="wait" waited for is reported too
+# ------------------------------------------------------ with on_pending="wait", the earlier update is reported too
 
 
 def with_one_lost(three: Pair) -> None:
-    """Version 1 is outstanding; worker 1 is gone, the others have applied it."""
+    """Leave version 1 outstanding: worker 1 is lost, and the others have applied it."""
     three.sender.send_async()
     three.receivers[1]._driver._links[1].close()
     for index in (0, 2):
@@ -879,7 +879,7 @@ def test_g5_a_send_whose_time_is_up_while_it_waits_sends_nothing_and_says_so(pai
     assert report.previous[0].kind is OutcomeKind.TIMED_OUT
 
 
-# ---------------------------------------------------------------------------- what a report says of the waiting
+# ------------------------------------------------------------------------------------ what reports say of waits
 
 
 def test_the_time_until_a_worker_connects_is_measured_apart(pair: Pair) -> None:
@@ -986,7 +986,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGSTOP it, and wait until it is stopped."""
+    """Stop a process by SIGSTOP, and wait until it is stopped."""
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
@@ -994,7 +994,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def test_a_timeout_says_that_the_workers_process_is_stopped(
     pair: Pair, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = process.pid, started_at(process.pid)  # by the handshake
+    named = process.pid, started_at(process.pid)  # the identity that the handshake names
     monkeypatch.setattr("weightsync.engine.receiver_driver.own_identity", lambda: named)
     pair.sync()
     runs = pair.sender.send(timeout=0, on_failure="report")[0].reason
@@ -1021,12 +1021,12 @@ def test_a_timeout_says_that_a_process_was_stopped_before_it_connected(
 
 
 def process_of(code: str) -> subprocess.Popen[bytes]:
-    """A process that has not the other end of any pipe: its death shows nowhere else."""
+    """A process that has no end of any pipe, so that nothing else shows its death."""
     return subprocess.Popen([sys.executable, "-c", code])
 
 
 def unconnected(scheme_class: Any, processes: Any) -> Any:
-    """A scheme whose worker never connects; this process holds the worker's end too."""
+    """A scheme whose worker never connects, and the worker's end of the pipe, which this process holds."""
     scheme, (ours, theirs) = scheme_class(), multiprocessing.Pipe()
     scheme.init_on_sender("policy", pipes=[ours], model=small(), processes=processes)
     return scheme, theirs
@@ -1077,7 +1077,7 @@ def test_g10_a_process_that_starts_and_dies_while_workers_are_awaited_is_noticed
     scheme, theirs = unconnected(scheme_class, [process])
     later = threading.Timer(0.1, process.start)
     later.start()
-    # Its pipe may be found to have ended before the process is: "is dead: it ended with exit code 3".
+    # The end of its pipe may be noticed before that of the process: "is dead: it ended with exit code 3".
     with pytest.raises(WorkerLostError, match="ended with exit code 3"):
         scheme.get_sender().await_workers(timeout=None)
     later.join()
@@ -1370,13 +1370,13 @@ def test_a_switch_of_a_scheme_that_is_neither_on_nor_off_is_named(scheme_class: 
 def test_a_report_that_another_thread_asks_for_as_a_version_is_dispatched_is_of_that_version(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It named the bytes, and counted from the dispatch, of the version before."""
+    """Regression: the report had the bytes of the version before, and times that counted from its dispatch."""
     dispatched, polls = Reporter.dispatched, list[Thread]()
 
     def late(reporter: Reporter, *given: Any) -> None:
         polls.append(Thread(pair.sender.poll))
         polls[0].start()
-        polls[0].join(0.05)  # by then it would have made its report
+        polls[0].join(0.05)  # long enough to make a report
         dispatched(reporter, *given)
 
     monkeypatch.setattr(Reporter, "dispatched", late)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gloo
 
 
 def model(seed: int = 0) -> nn.Module:
-    """5 and 3 rows do not divide by 2: the ranks' shards differ in size. The buffers are not sharded."""
+    """A model with layers of 5 and 3 rows: two ranks get shards of unequal sizes. The buffers are not sharded."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
@@ -58,7 +58,7 @@ def send(setup: WorkerSetup, timeout: float = PATIENCE, on_failure: str = "raise
 
 
 def double(setup: WorkerSetup) -> None:
-    """Change the shards behind the back of parameters that a forward pass has made whole."""
+    """Change the shards after a forward pass has made the parameters whole, so that the parameters are outdated."""
     shards = list(setup.model.parameters())
     with torch.no_grad():
         setup.model.eval()(torch.ones(1, 4))
@@ -67,7 +67,7 @@ def double(setup: WorkerSetup) -> None:
 
 
 def register_shards(setup: WorkerSetup) -> list[str]:
-    """Initialise schemes with what this rank holds of the model, in each form; returns the errors."""
+    """Initialise schemes with the shards of this rank, given in each form. Returns the errors."""
     held = dict(setup.model.named_parameters())
     forms: list[tuple[str, Any]] = [
         ("model", setup.model),
@@ -95,7 +95,7 @@ def send_shards(setup: WorkerSetup) -> None:
 
 
 def read_flattened(_setup: WorkerSetup) -> str:
-    """What is said of a module that FSDP's first generation shards."""
+    """The error of reading a module that is sharded by FSDP's first generation."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
 
     wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
@@ -109,7 +109,7 @@ def send_another(setup: WorkerSetup) -> None:
 
 
 def send_placed(setup: WorkerSetup, rank: int) -> None:
-    """Two tensors of one mesh; the first is sharded on one rank, and on the other one whole."""
+    """Send two tensors of one mesh. The first is sharded on one rank, and whole on the other."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # noqa: PLC0415
 
     mesh = init_device_mesh("cpu", (2,))
@@ -119,7 +119,7 @@ def send_placed(setup: WorkerSetup, rank: int) -> None:
 
 
 def send_replica(setup: WorkerSetup) -> Any:
-    """Each rank holds a replica, sharded over a mesh of its own: data parallel, with tensor parallelism of size 1."""
+    """Send a replica that each rank shards over its own mesh: data parallel, with tensor parallelism of size 1."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: PLC0415
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
@@ -129,9 +129,9 @@ def send_replica(setup: WorkerSetup) -> Any:
 
 
 def send_offloaded(setup: WorkerSetup, rank: int) -> Any:
-    """Send shards on the CPU, of a mesh that communicates on GPUs alone, as FSDP2 offloads them over NCCL.
+    """Send shards on the CPU whose mesh communicates only on GPUs, as FSDP2 offloads them over NCCL.
 
-    There is no GPU: what would be moved there goes to a mesh on the CPU.
+    There is no GPU: a tensor that would be moved to one goes to a mesh on the CPU.
     """
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: PLC0415
@@ -193,7 +193,7 @@ def send_as_two(setup: WorkerSetup, rank: int) -> None:
 
 
 def fail_while_gathering(setup: WorkerSetup, dies: bool) -> str:
-    """Fail at the second tensor."""
+    """Fail at the second tensor: raise, or kill the process."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     whole, calls = DTensor.full_tensor, []
@@ -219,7 +219,7 @@ def timeouts(setup: WorkerSetup) -> float:
 
 
 class Ranks:
-    """Two ranks of a trainer, and the worker: this process."""
+    """Two ranks of a trainer, and a worker in this process."""
 
     def __init__(self, crew: Crew, folder: Path, destination: nn.Module | None = None) -> None:
         self.ranks: list[Worker] = crew.start(MultiProcessWeightSyncScheme(), 2)
@@ -235,13 +235,13 @@ class Ranks:
         self.ranks[0].answer()
 
     def receive(self) -> None:
-        """Receive until rank 0 knows."""
+        """Receive until rank 0 has answered."""
         while not self.ranks[0].answered():
             with contextlib.suppress(SenderClosed):
                 self.scheme.get_receiver().receive(timeout=0.01)
 
     def do(self, function: Any, *arguments: Any) -> list[Any]:
-        """Have both ranks do something; what came of it, an error among it."""
+        """Call a function in both ranks. Returns their results, or errors in place of results."""
         for each in self.ranks:
             each.tell(function, *arguments)
         self.receive()
@@ -400,7 +400,7 @@ def test_a_rank_that_fails_amid_a_collective_fails_the_others(ranks: Ranks, dies
         ranks.ranks[1].process.join(PATIENCE)
     else:
         assert ranks.ranks[1].answer() == "raised"
-    ranks.ranks[1].kill()  # so that the other rank need not wait for its deadline
+    ranks.ranks[1].kill()  # otherwise the other rank would wait for its deadline
 
     with pytest.raises(TransportError, match=r"could not gather the weights: .*\. Nothing was sent\.") as caught:
         ranks.ranks[0].answer()

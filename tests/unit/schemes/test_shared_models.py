@@ -1,4 +1,4 @@
-"""A worker's model in memory that other processes share: `multiprocessing` passes a module to a process like that."""
+"""A worker's model in memory that other processes share, as when `multiprocessing` passes a module to a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.weights.meta_device import unshare
 
 
 def passed(model: nn.Module) -> nn.Module:
-    """What another process gets if that model is passed to it: another module in the same memory."""
+    """The model that another process gets if this one is passed to it: another module in the same memory."""
     model.share_memory()
     received = small(0.0) if len(model) == len(small()) else large(0.0)
     for mine, theirs in zip((*received.parameters(), *received.buffers()), tensors(model), strict=True):
@@ -37,7 +37,7 @@ def test_g7_a_worker_that_was_passed_the_policy_writes_neither_into_it_nor_into_
     given = iter([policy, *models])
     with contextlib.closing(Pair(scheme_class, workers=2, model=lambda _: next(given))) as both:
         both.sender.send_async(worker_ids=[0])
-        filled(policy, 2.0)  # the trainer goes on
+        filled(policy, 2.0)  # the trainer trains on
         assert both.receivers[0].receive(timeout=0.0)
         assert both.sender.wait_async().ok
 
@@ -49,7 +49,7 @@ def test_g7_a_worker_that_was_passed_the_policy_writes_neither_into_it_nor_into_
 
 @pytest.mark.parametrize("make", [small, large])
 def test_g2_a_model_that_was_passed_on_to_a_process_serves_every_later_version(scheme_class: Any, make: Any) -> None:
-    """`share_memory()` moves storages, as `queue.put(model.state_dict())` does: views of a slot lie elsewhere then."""
+    """`share_memory()` moves storages, as `queue.put(model.state_dict())` does: they are no longer views of a slot."""
     with contextlib.closing(Pair(scheme_class, model=make)) as both:
         for version in range(1, 13):
             filled(both.source, float(version))
@@ -107,7 +107,7 @@ def test_tensors_of_one_storage_stay_in_one_storage() -> None:
 
 
 def test_g7_tensors_of_a_device_are_moved_if_they_were_passed_between_processes() -> None:
-    """On a GPU `is_shared()` is always true. Torch's cache shows what was passed, whatever the kind of device."""
+    """On a GPU, `is_shared()` is always true. Torch's cache tells which tensors were passed, on any kind of device."""
     flat, own = torch.empty(6, device="meta"), torch.empty(3, device="meta")
     shared_cache["a handle"] = StorageWeakRef(flat.untyped_storage())
     head, tail, before = flat[:4].view(2, 2), flat[4:], own.untyped_storage()._cdata

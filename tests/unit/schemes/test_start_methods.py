@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def blocks(document: str) -> list[str]:
-    """The Python in a document."""
+    """The blocks of Python code in a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def rollout(jobs: list[tuple[Any, Any]], results: Any) -> None:
-    """A worker of both schemes: receives until its trainers are gone, and tells what it served."""
+    """A worker of both schemes: receives until its trainers have gone, and reports the versions that it served."""
     for scheme, pipe in jobs:
         model = large(0.0)
         scheme.init_on_worker("policy", pipe=pipe, model=model)
@@ -63,7 +63,7 @@ def test_both_schemes_end_to_end(method: str, forkserver: Any) -> None:
 def test_the_example_of_the_readme(
     tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example, _ = blocks("README.md")  # the second is a test of worker groups
+    example, _ = blocks("README.md")  # the second block is a test of worker groups
     source = example.replace('if __name__ == "__main__":', "def main():")
     (tmp_path / "readme_example.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -73,13 +73,13 @@ def test_the_example_of_the_readme(
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "readme_example", module)
     spec.loader.exec_module(module)
-    # A forkserver that has torch already, in place of a spawn that would import it.
+    # Use a forkserver that has imported torch, since a spawned process would have to import it.
     monkeypatch.setattr(multiprocessing, "get_context", lambda _method: forkserver)
     module.main()
 
     killed, left = multiprocessing.Pipe()
     killed.close()
-    module.worker(module.SharedMemWeightSyncScheme(), left)  # ends without a traceback
+    module.worker(module.SharedMemWeightSyncScheme(), left)  # must return without an error
 
     assert len(example.strip().splitlines()) <= 35
     assert "version 1 of 'policy' [worker 0: APPLIED, worker 1: APPLIED]" in capsys.readouterr().out

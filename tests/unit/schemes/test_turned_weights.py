@@ -1,4 +1,4 @@
-"""Over a scheme, weights arrive whatever the orders of the trainer's and the worker's tensors in memory."""
+"""Over a scheme, weights arrive whatever orders the tensors of the trainer and of the worker have in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
 def rows(fill: float) -> nn.Module:
-    """Weights as torch makes them, and large enough for a slot."""
+    """A model in the orders that torch uses, and large enough for a slot."""
     made = nn.Sequential(nn.Conv2d(64, 32, 3), nn.Linear(200, 300), nn.BatchNorm2d(4))
     torch.manual_seed(int(fill))
     for parameter in made.parameters():
@@ -23,14 +23,14 @@ def rows(fill: float) -> nn.Module:
 
 
 def turned(fill: float) -> nn.Module:
-    """The same weights, of which the large ones lie in other orders."""
+    """The same weights, but the large tensors lie in other orders in memory."""
     made = rows(fill).to(memory_format=torch.channels_last)
     made[1].weight.data = made[1].weight.data.t().contiguous().t()
     return made
 
 
 def both(trainers: Callable[[float], nn.Module], workers: Callable[[float], nn.Module]) -> Callable[[float], nn.Module]:
-    """A model for a `Pair`, whose trainer has the 1.0."""
+    """A model factory for a `Pair`, which makes the trainer's model from 1.0 and the workers' models from 0.0."""
     return lambda fill: (trainers if fill else workers)(fill)
 
 
@@ -145,7 +145,7 @@ def join(setup: WorkerSetup) -> None:
 
 
 def received(setup: WorkerSetup) -> tuple[list[tuple[int, ...]], bool, dict[str, Any]]:
-    """Receive; the strides, whether all large weights view one slot, and the weights."""
+    """Receive a version. Returns the strides, whether all large weights view one slot, and the weights."""
     assert setup.receiver.receive(timeout=PATIENCE)
     large = [setup.model[at].weight for at in (0, 1)]
     slots = {weight.untyped_storage().data_ptr() for weight in large}

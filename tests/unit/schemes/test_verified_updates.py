@@ -1,4 +1,4 @@
-"""What a worker and a trainer verify of an update and of its ack: the faults here would each be APPLIED silently."""
+"""Checks of an update by the worker and of its ack by the trainer. Without them, each fault here would be APPLIED."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from weightsync.weights.tree_digest import digest
 
 
 class LocalScheme(MultiProcessWeightSyncScheme):
-    """Its endpoints are links already."""
+    """A scheme whose endpoints are links already."""
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
 
 
 class Mixed(MultiProcessWeightSyncScheme):
-    """Its endpoints are pipes, or links already."""
+    """A scheme whose endpoints are pipes or links."""
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint if isinstance(endpoint, LocalLink) else super().create_link(endpoint, model_id, peer)
@@ -69,7 +69,7 @@ def receiver() -> Iterator[WeightReceiver]:
 
 @pytest.mark.parametrize("verify", ["auto", "layout", "digest"])
 def test_g2_a_worker_that_wrote_over_its_pages_serves_the_next_version_whole(verify: str) -> None:
-    """Parameters are views of a slot: what a worker wrote there must not show when that slot brings a new version."""
+    """Parameters are views of a slot: a worker's writes there must not show when the slot brings a new version."""
     ours, theirs = multiprocessing.Pipe()
     model, trainer = large(0.0), SharedMemWeightSyncScheme(verify=verify)
     trainer.init_on_sender("policy", pipes=[ours], model=large(0.0))
@@ -89,7 +89,7 @@ def test_g2_a_worker_that_wrote_over_its_pages_serves_the_next_version_whole(ver
 
 
 class Wired:
-    """A trainer and a worker in this process, each with its end of a pipe of its own: the test carries the bytes."""
+    """A trainer and a worker in this process, each on a pipe of its own. The test carries the bytes between them."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.ours, self.trainers_far = multiprocessing.Pipe()
@@ -100,13 +100,13 @@ class Wired:
         self.schemes[1].init_on_worker("policy", pipe=self.theirs, model=model)
 
     def carry(self, damage: int = 0) -> None:
-        """Bring the worker all that was written; the last byte, which is one of its weights, changed by ``damage``."""
+        """Carry all written bytes to the worker. ``damage`` changes the last byte, which belongs to a weight."""
         data = bytearray(os.read(self.trainers_far.fileno(), 1 << 20))
         data[-1] ^= damage
         os.write(self.workers_far.fileno(), data)
 
     def answer(self) -> None:
-        """Bring the trainer the worker's answers."""
+        """Carry the worker's answers to the trainer."""
         os.write(self.trainers_far.fileno(), os.read(self.workers_far.fileno(), 1 << 20))
 
     def close(self) -> None:
@@ -141,14 +141,14 @@ def test_g2_a_byte_that_was_damaged_in_a_pipe_is_refused_unless_only_layouts_are
 
 @pytest.fixture(params=["auto", "layout", "digest"])
 def mapped(request: pytest.FixtureRequest, scheme_class: Any) -> Iterator[Pair]:
-    """A pair whose weights lie in memory that both ends map, and what it verifies."""
+    """A pair whose weights lie in memory that both ends map, for each value of ``verify=``."""
     made = Pair(lambda: scheme_class(verify=request.param), model=large)
     yield made
     made.close()
 
 
 def pending(pair: Pair) -> Pending:
-    """Send, and return what the worker has not applied yet."""
+    """Send a version. Returns the update that is pending in the worker."""
     pair.sender.send_async()
     pair.receiver._driver.pump()
     found = pair.receiver._driver.pending
@@ -226,7 +226,7 @@ def test_g2_an_ack_that_names_another_slot_ends_its_link(mapped: Pair, digest: b
 def test_g2_where_some_workers_map_the_weights_and_to_others_they_travel_each_verifies_its_own(
     receiver: WeightReceiver,
 ) -> None:
-    """A pipe beside a link whose weights travel: only the other's are digested in the worker."""
+    """One worker maps the weights; to the other they travel over its link, so only that one computes their digest."""
     (near, far), model = local_pair(), large(0.0)
     receiver.register_model(model)
     receiver.register_worker_transport(far)
@@ -254,7 +254,7 @@ def test_g2_a_model_that_takes_the_place_of_one_with_the_same_weights_serves_the
 
 
 class DamagingLink(LocalLink):
-    """Changes one bit of each payload on its way."""
+    """A link that changes one bit of each payload in transit."""
 
     def send(self, message: Any, payload: Buffer | None = None) -> None:
         if isinstance(message, Update):
@@ -291,14 +291,14 @@ def test_g2_a_damaged_payload_is_refused_whatever_its_dtypes(
 
 
 def spoken(link: LocalLink, kind: type[Any]) -> Any:
-    """What came over a link of that kind."""
+    """The message of this type that has arrived over the link."""
     arrived: list[Received] = link.receive()
     [found] = [one.message for one in arrived if isinstance(one.message, kind)]
     return found
 
 
 def test_g2_an_ack_of_a_joiner_that_names_another_digest_ends_its_link(sender: WeightSender) -> None:
-    """A joiner's answer to the version behind its Hello is held to the digest as any other ack is."""
+    """A joiner's ack of the version that follows its Hello must name the digest, as any other ack must."""
     sender.connect()
     first, _answers = local_pair()
     sender.add_worker(0, first)
@@ -320,7 +320,7 @@ def test_g2_an_ack_of_a_joiner_that_names_another_digest_ends_its_link(sender: W
 
 @pytest.mark.untraced("the goodbyes of senders that made no handshake are forged")
 def test_g4_the_goodbye_of_another_sender_does_not_end_the_link_in_force(receiver: WeightReceiver) -> None:
-    """Two senders may share a connection: only the newer one's own goodbye ends its link."""
+    """Senders may share a connection: only the goodbye of the sender whose handshake was accepted ends the link."""
     near, far = local_pair()
     model = nn.Linear(2, 2)
     receiver.register_model(model)
@@ -341,7 +341,7 @@ def test_g4_the_goodbye_of_another_sender_does_not_end_the_link_in_force(receive
 
 @pytest.mark.untraced("two senders are forged over one link")
 def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link(receiver: WeightReceiver) -> None:
-    """No link closes then, so nothing else would tell it that its update was dropped: it would wait forever."""
+    """No link closes then, so without an answer the older sender would wait forever for its dropped update."""
     near, far = local_pair()
     model = nn.Linear(2, 2)
     receiver.register_model(model)
@@ -370,7 +370,7 @@ def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link
 def test_the_digest_of_a_version_is_of_that_alone_though_another_thread_sends_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its slot was filled again while it was read: the digest was of no version."""
+    """Regression: the slot was filled again while it was read, so the digest was that of no version."""
 
     def send_on() -> None:
         for fill in (2.0, 3.0):
@@ -381,7 +381,7 @@ def test_the_digest_of_a_version_is_of_that_alone_though_another_thread_sends_me
 
     def late(*given: Any) -> bytes:
         sending.start()
-        sending.join(0.1)  # by then it would have filled the slot again
+        sending.join(0.1)  # long enough to fill the slot again
         return digest(*given)
 
     with contextlib.closing(Pair(SharedMemWeightSyncScheme, model=large)) as pair:

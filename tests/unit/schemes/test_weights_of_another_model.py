@@ -1,4 +1,4 @@
-"""Weights that are not the registered model's are refused in the trainer; a refused layout harms no later joiner."""
+"""Weights that do not fit the registered model are refused in the trainer. A refused layout harms no later joiner."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_model_that_has_grown_on_both_sides_is_sent_as_it_is_now(one: Pair) ->
 
 
 def unregistered() -> tuple[Any, Any, Any]:
-    """A scheme whose trainer has no model, its worker's, and the worker's model."""
+    """A scheme whose trainer has no model, the scheme of its worker, and the worker's model."""
     ours, theirs = multiprocessing.Pipe()
     a, b, model = MultiProcessWeightSyncScheme(), MultiProcessWeightSyncScheme(), small()
     a.init_on_sender("policy", pipes=[ours])
@@ -134,7 +134,7 @@ def test_a_layout_that_everybody_refused_is_not_sent_to_later_joiners(served: bo
         ours, theirs = multiprocessing.Pipe()
         sender.add_worker(1, ours)
         c.init_on_worker("policy", pipe=theirs, model=joined)
-        # It refuses the version that it was to catch up with, and takes the next one.
+        # The joiner refuses the version that it is to catch up with, and takes the next one.
         assert not c.get_receiver().receive(timeout=PATIENCE)
         sender.send_async(filled_state())
         assert all(side.get_receiver().receive(timeout=PATIENCE) for side in (b, c))
@@ -188,13 +188,13 @@ def test_a_worker_that_is_added_again_once_both_models_have_changed_takes_the_ne
     one.receiver.register_model(nn.Linear(2, 2))
     rejoin(one.sender, one.receiver)
 
-    assert not one.receiver.receive(timeout=PATIENCE)  # the version before
+    assert not one.receiver.receive(timeout=PATIENCE)  # refuses the version before
     assert one.sync().ok
     assert one.sender._driver.layout == one.receiver.driver.layout
 
 
 def joined(sender: Any, model: nn.Module) -> MultiProcessWeightSyncScheme:
-    """The scheme of a worker that has just been added as worker 1."""
+    """Add a worker 1. Returns its scheme."""
     ours, theirs = multiprocessing.Pipe()
     sender.add_worker(1, ours)
     scheme = MultiProcessWeightSyncScheme()
@@ -211,7 +211,7 @@ def test_an_ack_that_comes_after_the_trainer_got_another_model_turns_no_worker_o
     with pytest.raises(LayoutError, match="are not those of the model that is registered"):
         one.sender.send_async(state())
     with joined(one.sender, nn.Linear(2, 2)) as other:
-        assert not other.get_receiver().receive(timeout=PATIENCE)  # the version before
+        assert not other.get_receiver().receive(timeout=PATIENCE)  # refuses the version before
         one.receiver.register_model(nn.Linear(2, 2))
         one.sender.send_async()
         assert all(each.receive(timeout=PATIENCE) for each in (one.receiver, other.get_receiver()))
@@ -219,7 +219,7 @@ def test_an_ack_that_comes_after_the_trainer_got_another_model_turns_no_worker_o
 
 
 def test_before_the_first_version_a_worker_is_asked_about_the_model_that_the_trainer_has_now(one: Pair) -> None:
-    assert not one.receiver.receive(timeout=0)  # the handshake alone
+    assert not one.receiver.receive(timeout=0)  # only the handshake
     one.scheme.model = nn.Linear(2, 2)
     one.receiver.register_model(nn.Linear(2, 2))
 
@@ -252,7 +252,7 @@ def test_without_a_registered_model_such_a_worker_is_not_asked_but_takes_the_nex
         refuses_the_handshake(sender, receiver)
 
         rejoin(sender, receiver)
-        assert not receiver.receive(timeout=PATIENCE)  # the version before
+        assert not receiver.receive(timeout=PATIENCE)  # refuses the version before
         sender.send_async(nn.Linear(2, 2))
         assert receiver.receive(timeout=PATIENCE)
         assert sender.wait_async().ok

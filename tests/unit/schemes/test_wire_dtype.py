@@ -28,7 +28,7 @@ from weightsync.protocol.report_codec import decode_report, encode_report
 
 
 def narrow(fill: float) -> nn.Module:
-    """The trainer's model is float32, a worker's is bfloat16."""
+    """A model of float32 for the trainer, or of bfloat16 for a worker."""
     return small(fill) if fill else small(fill).bfloat16()
 
 

@@ -1,4 +1,4 @@
-"""Calls of a scheme in the wrong order: the error names the call that was made, and says what to do."""
+"""Calls of a scheme in the wrong order: the error names the call, and says what to do instead."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_scheme_that_has_connected_and_was_closed_says_that_it_is_closed(schem
     with ours, theirs, scheme_class() as scheme, scheme_class() as worker:
         scheme.init_on_sender("policy", pipes=[ours])
         worker.init_on_worker("policy", pipe=theirs, model=nn.Linear(2, 2))
-        worker.get_receiver().receive(0.0)  # it answers the handshake
+        worker.get_receiver().receive(0.0)  # answers the handshake
         scheme.connect(timeout=PATIENCE)
         scheme.close()
 
@@ -74,7 +74,7 @@ def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: P
 
 
 class MakesNothing(MultiProcessWeightSyncScheme):
-    """A scheme of a user's own whose method forgets to return its link."""
+    """A user's scheme whose method forgets to return its link."""
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         super().create_link(endpoint, model_id, peer)

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a send, its workers and what they apply are one tree of spans, across processes."""
+"""OpenTelemetry: the spans of a send, of its workers and of what they apply form one tree across processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from weightsync.telemetry.otel import Spans, trace_scheme
 
 
 class Exported:
-    """A tracer provider of the SDK, and the spans that have ended."""
+    """A tracer provider of the SDK, and an exporter that keeps the ended spans."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -62,7 +62,7 @@ def exported() -> Iterator[Exported]:
     made.provider.shutdown()
 
 
-# ------------------------------------------------------------------------------ what a worker process is asked to do
+# ------------------------------------------------------------------ functions that a worker process is asked to call
 
 
 class Refusing(nn.Linear):
@@ -79,14 +79,14 @@ class Refusing(nn.Linear):
 
 
 def traced(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:
-    """Join, and trace."""
+    """Join, and trace the scheme."""
     setup.kept["exported"] = Exported()
     trace_scheme(setup.scheme, setup.kept["exported"].provider)
     join(setup, make)
 
 
 def spans(setup: WorkerSetup) -> list[tuple[str, int, int, str, int]]:
-    """Close; then name, trace, parent, status and version of the spans that this process has exported."""
+    """Close. Returns name, trace, parent, status and version of each span that this process has exported."""
     setup.scheme.close()
     found = setup.kept["exported"].named("apply weights")
     return [
@@ -217,7 +217,7 @@ def test_a_catch_up_that_a_newer_version_replaces_has_an_outcome_and_none_of_its
     assert old.attributes["weightsync.reason"] == "a newer version was sent"
     assert old.status.status_code is StatusCode.UNSET
     assert not [name for name in old.attributes if name.endswith("_s")]
-    assert new.attributes["weightsync.outcome"] == "applied"  # a late joiner's reply decides no outcome of the send
+    assert new.attributes["weightsync.outcome"] == "applied"  # a late joiner's reply decides no send's outcome
     assert new.attributes["weightsync.transfer_s"] == 0.2
     assert "weightsync.pack_s" not in new.attributes
 
@@ -312,7 +312,7 @@ def test_a_subscription_that_is_cancelled_within_a_send_ends_the_spans_that_are_
 ) -> None:
     dispatched = threading.Event()
     subscription = trace_scheme(pair.scheme, exported.provider)
-    pair.scheme.on_event(lambda _: dispatched.set())  # called once the tracing has taken the same event
+    pair.scheme.on_event(lambda _: dispatched.set())  # called after the tracing has handled the same event
     pair.sender.send_async()
     assert dispatched.wait(PATIENCE)
     subscription.cancel()
@@ -350,7 +350,7 @@ def test_a_call_that_runs_while_the_tracing_is_cancelled_leaves_no_span_open(
     exported: Exported, late: EventKind, outcome: OutcomeKind | None, says: str
 ) -> None:
     made = Spans(exported.provider.get_tracer("test"))
-    made.end()  # by another thread, when these calls have begun
+    made.end()  # as another thread may do once the calls below have begun
 
     assert made.begin("policy", 1, 0.0) == ""
     made.take(event(late, 1, outcome=outcome))

@@ -1,4 +1,4 @@
-"""Prometheus: a scraped page says what happened to every worker, also during a run in which one is killed."""
+"""Prometheus: a scraped page shows what happened to each worker, even in a run in which one is killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Counted:
-    """Metrics, and the page that a registry makes of them."""
+    """Metrics, and the page that their registry generates."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,13 +40,13 @@ class Counted:
         return generate_latest(self.registry).decode()
 
     def page(self) -> Page:
-        """The page as Prometheus reads it: the value of each sample, by its name and labels."""
+        """The page as Prometheus parses it: the value of each sample, by its name and labels."""
         families = text_string_to_metric_families(self.text())
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
 class Scraped(Counted):
-    """The same, scraped over HTTP."""
+    """Metrics whose page is scraped over HTTP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def counted() -> Counted:
 
 
 def sample(page: Page, name: str, **labels: Any) -> float | None:
-    """One value; None: it is not there."""
+    """The value of a sample; None if the page lacks it."""
     return page.get((name, frozenset((key, str(value)) for key, value in labels.items())))
 
 
@@ -92,7 +92,7 @@ def test_a_scraped_page_follows_a_run_in_which_a_worker_is_killed(crew: Crew, sc
 
     scheme, model = MultiProcessWeightSyncScheme(), small()
     scraped.metrics.watch(scheme)
-    scheme.on_event(note)  # called after the metrics
+    scheme.on_event(note)  # called after the metrics are updated
     scheme.init_on_sender(
         "actor", pipes=[each.pipe for each in workers], processes=[each.process for each in workers], model=model
     )
@@ -172,7 +172,7 @@ def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until
     closed = counted.page()
     counted.metrics.take(event(EventKind.JOINED, **second))
     counted.metrics.take(event(EventKind.DISPATCH, 1, **second))
-    counted.metrics.take(event(EventKind.LOST, **first))  # another scheme of this model, that is taken over
+    counted.metrics.take(event(EventKind.LOST, **first))  # another scheme of this model, which is taken over
     again = counted.page()
 
     names = ("weightsync_sent_version", "weightsync_workers")
@@ -236,11 +236,11 @@ def test_a_scheme_that_is_watched_already_is_not_counted_twice(
 ) -> None:
     scheme = MultiProcessWeightSyncScheme()
     watched = counted.metrics.watch(scheme)
-    with monkeypatch.context() as unused:  # two subscriptions would count what happens before one is cancelled
+    with monkeypatch.context() as unused:  # two subscriptions would count the events before one is cancelled
         unused.setattr(scheme, "on_event", None)
         assert counted.metrics.watch(scheme) is watched
     scheme.emit(event(EventKind.DISPATCH, 1, nbytes=5))
-    scheme.close()  # the callbacks have run then
+    scheme.close()  # afterwards all callbacks have run
     assert sample(counted.page(), "weightsync_bytes_total", model="policy") == 5
 
     watched.cancel()

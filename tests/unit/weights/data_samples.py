@@ -1,4 +1,4 @@
-"""Tensors of every dtype and arrangement, with bytes that are known without asking torch; and models to move."""
+"""Tensors of every dtype and arrangement, whose bytes are known without the help of torch, and models to move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARRANGEMENTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 
 def sample(dtype: str, shape: tuple[int, ...], seed: int, arrangement: str = "contiguous") -> tuple[Tensor, bytes]:
-    """A tensor of random bits, NaN payloads and all, and its elements' bytes in row-major order."""
+    """A tensor of random bits, NaN payloads included, and the bytes of its elements in row-major order."""
     size = DTYPES[dtype].itemsize
     whole = {
         "contiguous": shape,
@@ -45,7 +45,7 @@ def sample(dtype: str, shape: tuple[int, ...], seed: int, arrangement: str = "co
 
 
 def in_order(elements: bytes, entry: Entry) -> bytes:
-    """The bytes of an entry's elements, which are given in row-major order, as they lie in a payload."""
+    """The bytes of an entry as they lie in a payload, from its elements in row-major order."""
     array = numpy.frombuffer(elements, f"V{DTYPES[entry.dtype].itemsize}").reshape(entry.shape)
     return array.transpose(entry.order).tobytes() if entry.order else elements
 
@@ -72,7 +72,7 @@ class Counted(nn.Module):
 
 
 class Policy(nn.Module):
-    """Tied, counted, buffered: what is odd but valid in one module."""
+    """A module with whatever is odd but valid: tied, empty and narrow tensors, buffers, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Policy(nn.Module):
 
 
 def trained(seed: int) -> Policy:
-    """A policy with values of its own, BatchNorm's integer counter included."""
+    """A policy with values of its own, including BatchNorm's integer counter."""
     torch.manual_seed(seed)
     policy = Policy()
     for _ in range(seed % 5 + 1):
@@ -101,7 +101,7 @@ def trained(seed: int) -> Policy:
 
 
 def packed(source: object) -> tuple[object, memoryview, bytes]:
-    """Layout, payload and extra state of a source, as they travel; the payload is aligned as a slot is."""
+    """Layout, payload and extra state of a source, as they travel. The payload is aligned as in a slot."""
     weights = read_weights(source)
     layout = layout_of(weights)
     payload = torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data
@@ -110,14 +110,14 @@ def packed(source: object) -> tuple[object, memoryview, bytes]:
 
 
 def bits(tensor: Tensor) -> bytes:
-    """A tensor's elements' bytes."""
+    """The bytes of a tensor's elements."""
     copied = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     copied.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return copied.numpy().tobytes()
 
 
 def snapshot(source: object) -> dict[str, object]:
-    """All there is of a source, bit by bit."""
+    """Everything that a source has, bit by bit."""
     weights = read_weights(source)
     found: dict[str, object] = {
         name: (tensor.dtype, tuple(tensor.shape), bits(tensor)) for name, tensor in weights.tensors.items()

@@ -39,7 +39,7 @@ def mixed() -> dict[str, Tensor]:
         "wide": torch.randn(7, dtype=torch.float64),
         "strided": torch.randn(5, 3).t(),
         "scalar": torch.tensor(-0.0),
-        "large": torch.randn(20_000),  # of a size at which bytes are moved, if the dtype stays
+        "large": torch.randn(20_000),  # so large that its bytes are moved, if its dtype stays
         "empty": torch.empty(0, 4),
         "half": torch.randn(3).half(),
         "brain": torch.randn(9).bfloat16(),
@@ -67,7 +67,7 @@ def test_wider_floats_are_cast_as_torch_casts_them_and_all_else_travels_as_it_is
     weights, packer = mixed(), Packer(wire_dtype=wire_dtype)
     wider, dtype = WIDER[wire_dtype], wire_dtype.value
     given = {n: t.cuda() for n, t in weights.items()} if device == "cuda" else weights
-    wanted = {  # cast where they are: on a GPU, the bits of a NaN differ from those that the CPU makes
+    wanted = {  # cast on the same device, since a GPU gives NaNs other bits than the CPU does
         name: (tensor.to(getattr(torch, dtype)) if str(tensor.dtype).removeprefix("torch.") in wider else tensor).cpu()
         for name, tensor in given.items()
     }

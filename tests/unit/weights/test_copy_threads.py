@@ -1,4 +1,4 @@
-"""Work in several threads: every part is done once, and helpers stay for as long as somebody keeps them, no longer."""
+"""Work in several threads: each part is done once, and helper threads live exactly as long as they have an owner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class Owner:
-    """Keeps helpers."""
+    """An owner of helper threads."""
 
 
 _others: list[threading.Thread] = []
@@ -33,13 +33,13 @@ _others: list[threading.Thread] = []
 
 @pytest.fixture(autouse=True)
 def without_other_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Senders of other tests, which were not closed or are open for longer, keep helpers of their own."""
+    """Give each test helpers of its own: senders of other tests that are still open have some, too."""
     monkeypatch.setattr(threads, "_helpers", threads._Helpers())
     _others[:] = threading.enumerate()
 
 
 def with_the_helpers_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only these are forgotten after a fork. Nothing that other tests left to the garbage collector keeps them."""
+    """Use the helpers of the process, which alone are forgotten after a fork, and free those of other tests."""
     monkeypatch.undo()
     gc.collect()
 
@@ -50,7 +50,7 @@ def helpers() -> list[threading.Thread]:
 
 
 def gathered(parts: list[tuple[int, int]], count: int, least: int = 2) -> set[int]:
-    """Work on parts, each of which waits until so many threads work; returns these threads."""
+    """Work on parts, each of which waits until ``least`` threads work. Returns the ids of these threads."""
     together, idents = threading.Barrier(least), set()
 
     def work(start: int, end: int) -> None:
@@ -138,7 +138,7 @@ def test_an_error_of_any_part_is_raised_once_all_have_ended() -> None:
 
 
 def test_an_interrupt_is_raised_once_no_helper_works_any_more() -> None:
-    """Otherwise one would go on writing into a slot that the next send writes, or that is unmapped."""
+    """Otherwise a helper would go on writing into a slot that the next send fills, or that is unmapped."""
     both, done = threading.Barrier(2), list[int]()
     caller, owner = threading.get_ident(), Owner()
     keeping = Keeping(owner)
@@ -146,7 +146,7 @@ def test_an_interrupt_is_raised_once_no_helper_works_any_more() -> None:
     def work(start: int, end: int) -> None:
         both.wait(20)
         if threading.get_ident() != caller:
-            time.sleep(0.05)  # the caller waits for this helper now
+            time.sleep(0.05)  # by now the caller waits for this helper
             signal.pthread_kill(caller, signal.SIGINT)
             time.sleep(0.05)
             done.append(end)
@@ -188,7 +188,7 @@ def test_a_process_that_can_start_no_thread_does_the_work_itself(monkeypatch: py
 
 
 def test_a_helper_that_is_busy_elsewhere_is_not_waited_for() -> None:
-    """The parts that nobody has begun are the caller's, whatever the only helper does."""
+    """The caller does all parts that no thread has begun, since the only helper is busy."""
     owner, busy, over = Owner(), threading.Barrier(3), threading.Event()
     keeping = Keeping(owner)
 
@@ -214,13 +214,13 @@ def test_helpers_stay_until_the_last_owner_has_ended_and_are_used_again() -> Non
 
     used = [gathered([(0, 1), (1, 2)], 2) for _ in range(3)]
     kept = [helpers()]
-    for keeping in (*keepings, keepings[0]):  # ending twice is allowed
+    for keeping in (*keepings, keepings[0]):  # an owner may end twice
         keeping.end()
         kept.append(helpers())
 
     assert used[0] == used[1] == used[2]
     assert [len(each) for each in kept] == [1, 1, 0, 0]
-    assert all(helper.daemon for helper in kept[0])  # a process ends whoever has not closed its sender
+    assert all(helper.daemon for helper in kept[0])  # no process waits for helpers whose sender was not closed
 
 
 def test_a_process_begins_without_helpers() -> None:
@@ -265,7 +265,7 @@ def test_an_idle_helper_keeps_nothing_of_the_work_alive() -> None:
 
     in_threads(partial(clear, memoryview(buffer)), [(0, 2), (2, 4)], 3)
 
-    buffer.clear()  # a BufferError if a view of it were left
+    buffer.clear()  # raises BufferError if a view of it is left
     keeping.end()
 
 
@@ -280,11 +280,11 @@ def test_helpers_that_wait_for_work_do_not_count_as_other_threads(monkeypatch: p
     keeping.end()
 
     assert (before, idle) == (True, (1, True))
-    assert found == [False]  # one of them may be at work
+    assert found == [False]  # a helper may be at work
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """What a forked child returns."""
+    """Whether the work returns True in a forked child."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if work() else 1)
@@ -316,7 +316,7 @@ def test_a_forked_child_has_helpers_of_its_own_and_its_parent_keeps_its_own(monk
 def test_a_child_that_is_forked_while_another_thread_has_the_lock_keeps_helpers_for_what_it_inherits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sender starts over in the child before the helpers are forgotten there, and asks for the lock then."""
+    """In the child, a sender starts over and asks for the lock before the helpers are forgotten."""
     with_the_helpers_of_the_process(monkeypatch)
     sender = WeightSender(SharedMemWeightSyncScheme())
     held, over = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""A user may have torch make tensors on a device (`torch.set_default_device`): what must be on the CPU still is."""
+"""With `torch.set_default_device` called by the user, tensors that must be on the CPU are still made there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weightsync.weights.unpacking import present
 
 @pytest.fixture
 def made_elsewhere() -> Iterator[None]:
-    """Within the test, torch makes tensors on a device where nothing can be read."""
+    """During the test, torch makes tensors on a device from which nothing can be read."""
     with torch.device("meta"):
         yield
 
@@ -99,7 +99,7 @@ def test_memory_that_torchrl_shares_is_on_the_cpu() -> None:
 
 
 class Counting(TorchFunctionMode):
-    """What a default device is to torch: each function of torch's is called by way of it."""
+    """A mode that counts calls: torch passes each of its functions to it, as it does to a default device."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""A delta gives its payload back, bit for bit, and is refused if it is anything else."""
+"""A delta restores its payload bit by bit, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERYTHING = 2**30
 
 
 def applied(base: bytes, payload: bytes, word: int) -> tuple[int, bytes]:
-    """The size of the delta between two payloads, and what it makes of the first."""
+    """The size of the delta between two payloads, and the result of applying it to the first."""
     delta = encode(memoryview(base), memoryview(payload), word, EVERYTHING)
     assert delta is not None
     made = bytearray(base)

@@ -1,4 +1,4 @@
-"""Weights on a device are gathered there and cross in large pieces; the way is also walked with the CPU as device."""
+"""Weights on a device are gathered there and cross in large pieces. The same paths run with the CPU as the device."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ THROUGH_FLOAT = {"float16", "bfloat16", *(name for name in DTYPES if name.starts
 
 
 def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool = False) -> None:
-    """As torch's CUDA kernel copies: it lacks some dtypes, and converts others to float and back, which changes NaNs.
+    """Copy as torch's CUDA kernel does: some dtypes fail, others are converted to float and back, which changes NaNs.
 
-    Tensors of several dtypes or strides it copies one by one, as they are.
+    Tensors of several dtypes or strides are copied one by one, unchanged.
     """
     alike = len({(t.dtype, s.dtype) for t, s in zip(into, tensors, strict=True)}) == 1
     fast = alike and all(t.stride() == s.stride() for t, s in zip(into, tensors, strict=True))
@@ -59,11 +59,11 @@ def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non
 
 
 class CopiesInGroups(FakeDevice):
-    """A device that copies as a GPU does: many tensors with one kernel, and what torch would convert as integers."""
+    """A device that copies as a GPU does: many tensors by one kernel, and as integers if torch would convert them."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: What each copy read, and what it was known by.
+        #: The sources of each copy, and the key that it was given.
         self.copied: list[tuple[Sequence[Tensor], object]] = []
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
@@ -79,7 +79,7 @@ class Reaching(type(nobody)):  # type: ignore[misc]
         self.identity = identity
 
     def reached(self) -> Sequence[frozenset[bytes]]:
-        """That device."""
+        """The worker's one device."""
         return [frozenset({self.identity})]
 
 

@@ -1,4 +1,4 @@
-"""Extra state travels without pickle, type by type."""
+"""Extra state travels without pickle, whatever its types."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tensors_come_back_as_memory_of_their_own() -> None:
 
 
 class Tagged(Tensor):
-    """Like a tensor in all."""
+    """A subclass that behaves like a tensor."""
 
 
 def test_a_tensor_of_a_class_that_can_be_copied_arrives_as_a_plain_one() -> None:

@@ -1,4 +1,4 @@
-"""A form knows tensors again, and whatever about them is another by now: with torch's guards and without."""
+"""A form recognises its tensors, and notices what has changed about them: with torch's guards, and without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync.weights.tensors import Form
 
 @pytest.fixture(params=["with torch's guards", "without"], autouse=True)
 def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether this torch has guards of tensors."""
+    """Whether torch has guards of tensors in this test."""
     if request.param == "without":
         monkeypatch.setattr(module, "TensorGuards", None)
     return request.param != "without"
@@ -133,7 +133,7 @@ def test_a_nested_tensor_does_not_fit_even_where_another_was() -> None:
     first, second = torch.ones(2, 2), torch.ones(2, 2)
     sizes, strides = torch.full((2, 1), 2), torch.ones((2, 1), dtype=torch.int64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, since such tensors are new
+        warnings.simplefilter("ignore")  # torch warns that such tensors are new
         there, elsewhere = (
             torch._nested_view_from_buffer(tensor.flatten(), sizes, strides, torch.arange(2) * 2)
             for tensor in (first, second)
@@ -143,7 +143,7 @@ def test_a_nested_tensor_does_not_fit_even_where_another_was() -> None:
     moved = form.moved([elsewhere])
 
     assert there.data_ptr() == first.data_ptr()
-    assert not form.fits([there])  # torch's guards would end the process
+    assert not form.fits([there])  # torch's guards would end the process here
     assert moved is None or not moved.fits([elsewhere])
     assert not Form([torch.empty(0)]).fits([none])
 

@@ -1,4 +1,4 @@
-"""What a state dict has and the weights have not is refused on both sides: nothing is APPLIED that did not move."""
+"""State that only the state dict has is refused on both sides: nothing is APPLIED that did not move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsync.weights.target import Target
 
 
 class Packing(nn.Module):
-    """Keeps its weights in a plain attribute, and writes them into the state dict itself."""
+    """A module that keeps its weights in a plain attribute, and writes them into the state dict itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Packing(nn.Module):
 
 
 class Whole(nn.Linear):
-    """Overrides the whole state dict, as a model of its own format does."""
+    """A layer that overrides `state_dict`, as models with a format of their own do."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {**super().state_dict(*args, **kwargs), "vocabulary": ["a", "b"]}
 
 
 class Placeholder(nn.Module):
-    """Has an empty parameter where its state dict has the real one."""
+    """A module with an empty parameter, for which its state dict has the real one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Placeholder(nn.Module):
 
 
 class Unable(nn.Linear):
-    """Cannot make a state dict now."""
+    """A layer that cannot make a state dict."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise KeyError("not here")
@@ -59,7 +59,7 @@ class Unable(nn.Linear):
 
 def _quantised() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what we are to refuse
+        warnings.simplefilter("ignore")  # torch deprecates what is to be refused here
         return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
 
 
@@ -98,7 +98,7 @@ def _pre_hooked() -> nn.Module:
 
 
 def _ever_later() -> nn.Module:
-    """Registers another buffer each time its state dict is made."""
+    """A module that registers another buffer each time its state dict is made."""
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].register_state_dict_pre_hook(
         lambda owner, _prefix, _keep: owner.register_buffer(f"late{len(owner._buffers) + 1}", torch.ones(2)),
@@ -113,7 +113,7 @@ def _flushing() -> nn.Module:
 
 
 class Rebinding(nn.Module):
-    """Its weights are elsewhere until the state dict is made: only then its parameter gets their memory."""
+    """A module whose parameter gets the memory of its weights only when the state dict is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Rebinding(nn.Module):
 
 
 class Replacing(Rebinding):
-    """As that, with a new parameter each time."""
+    """As `Rebinding`, but with a new parameter each time."""
 
     def bring(self) -> None:
         self.weight = nn.Parameter(self.held.clone())
@@ -193,14 +193,14 @@ def test_a_root_that_cannot_make_a_state_dict_is_refused() -> None:
 
 
 class Saving(nn.Linear):
-    """Overrides `_save_to_state_dict` without adding anything."""
+    """A layer that overrides `_save_to_state_dict` without adding anything."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
 class Renaming(nn.Module):
-    """As a wrapper for checkpointing: its state dict leaves its own prefix out, and what does not travel."""
+    """A wrapper, as for checkpointing, whose state dict leaves out the prefix of the wrapper, and the bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Renaming(nn.Module):
 
 
 class Halving(nn.Linear):
-    """Saves its weights in half precision; they move as they are."""
+    """A layer that saves its weights in half precision. They travel as they are."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -225,7 +225,7 @@ class Halving(nn.Linear):
 
 
 class Extra(nn.Linear):
-    """Extra state in a dict, and a state dict of its own."""
+    """A layer with extra state in a dict, and with a `state_dict` of its own."""
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"steps": {"done": 3}}
@@ -238,7 +238,7 @@ class Extra(nn.Linear):
 
 
 class Adapted(nn.Module):
-    """A LoRA module that can be merged, and saves its adapter only, under other names."""
+    """A LoRA module that can be merged. It saves only its adapter, under other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Adapted(nn.Module):
 
 
 class OldStyle(nn.Linear):
-    """A `state_dict` without arguments, as in TorchRL's environments, with nothing of its own below a key."""
+    """A layer whose `state_dict` has no arguments, as in TorchRL's environments, and has an empty dict under a key."""
 
     def state_dict(self) -> Any:
         return {"weight": self.weight.data, "bias": self.bias.data, "workers": {}}
@@ -313,7 +313,7 @@ class WithConstant(nn.Linear):
 
 
 class Acting(nn.Module):
-    """Has a method, and no forward."""
+    """A module with an exported method, but without a `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ def test_modules_that_hide_nothing_go_on_working(make: Callable[[], nn.Module]) 
 
 
 class HalvingExtra(Extra):
-    """Saves one of its weights in half precision, and has extra state."""
+    """A layer that saves one weight in half precision, and has extra state."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

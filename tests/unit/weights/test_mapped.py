@@ -1,4 +1,4 @@
-"""Whether parameters get a payload's own memory or a copy's, and when the memory of a copy is used again."""
+"""Whether parameters use the memory of a payload or of a copy, and when the memory of a copy is used again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL, LARGE = 100, KEPT_BELOW_NBYTES // 4
 
 
 def written(memory: memoryview, count: int, value: float = 1.0) -> Layout:
-    """Two tensors of this many elements and this value, packed into the memory."""
+    """Pack two tensors of this size and value into the memory. Returns their layout."""
     weights = read_weights({"a": torch.full((count,), value), "b": torch.full((count,), value)})
     layout = layout_of(weights)
     pack(weights, layout, memory)
@@ -34,7 +34,7 @@ def written(memory: memoryview, count: int, value: float = 1.0) -> Layout:
 
 
 def aligned(kind: Callable[[int], bytearray | mmap.mmap], nbytes: int, shift: int = 0) -> memoryview:
-    """Memory that begins so many bytes behind an aligned address."""
+    """Memory that begins ``shift`` bytes behind an aligned address."""
     view = memoryview(kind(nbytes + 2 * ALIGNMENT))
     start = -address_of(view) % ALIGNMENT + shift
     return view[start : start + nbytes]
@@ -119,7 +119,7 @@ def test_a_copy_that_was_shrunk_is_not_written_again_even_where_it_was(payloads:
     layout, memory = inline(1.0)
     first = payloads.of(layout, memory)
     first.views[0].untyped_storage().resize_(8)
-    first._addresses = [first.views[0].untyped_storage().data_ptr()]  # as if it had been freed before
+    first._addresses = [first.views[0].untyped_storage().data_ptr()]  # as if the memory had been freed before
 
     assert payloads.of(layout, inline(2.0)[1]) is not first
 
@@ -207,7 +207,7 @@ def test_of_large_slots_two_are_kept(payloads: MappedPayloads, monkeypatch: pyte
         for _ in range(2):
             payloads.of(layout, memoryview(slot), in_slot=True)
 
-    slots[0].close()  # BufferError, if anybody still held it
+    slots[0].close()  # raises BufferError if a view of it is left
     with pytest.raises(BufferError):
         slots[1].close()
 
@@ -217,7 +217,7 @@ def test_no_views_are_kept_of_what_is_no_slot(payloads: MappedPayloads) -> None:
     for _ in range(3):
         payloads.of(written(memoryview(memory), SMALL), memoryview(memory))
 
-    memory.resize(len(memory))  # raises as long as something refers to it: so it is found to be free
+    memory.resize(len(memory))  # raises while a view of it is left
 
 
 def refers_by_a_parameter(tensor: Tensor) -> Any:

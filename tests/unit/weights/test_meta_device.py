@@ -1,4 +1,4 @@
-"""A model that came without its weights, on the meta device, gets memory."""
+"""A model that arrives on the meta device, without its weights, gets memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.weights.target import Mode, Target
 
 
 class Scaled(nn.Module):
-    """A layer, and parameters in a TensorDict."""
+    """A module with a layer, and with parameters in a TensorDict."""
 
     def __init__(self, fill: float, *, lock: bool = False) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def sent_by_a_collector(model: nn.Module) -> nn.Module:
         return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
 
     weights = TensorDict.from_module(model, as_module=True)
-    # As TorchRL calls it. An older tensordict lacks the option, and does the same without it.
+    # The call of TorchRL. An older tensordict lacks the option, and behaves in the same way without it.
     known = inspect.signature(TensorDict.to_module).parameters
     options = {"preserve_module_state": False} if "preserve_module_state" in known else {}
     with weights.data.to("meta").apply(without_data, weights).to_module(model, **options):
@@ -90,7 +90,7 @@ def test_memory_is_given_in_the_order_that_a_tensor_had_so_that_a_worker_can_map
 
 
 def offloaded(model: nn.Sequential) -> nn.Sequential:
-    """A model as accelerate offloads it: a hook of the parent puts the weights of its parts in place and takes them."""
+    """A model as offloaded by accelerate: a hook of the parent loads the weights of its parts, and frees them."""
     kept = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     inner = model.forward
 
@@ -125,7 +125,7 @@ def test_a_model_with_hooks_of_accelerate_and_all_of_its_weights_is_not_refused(
 
 def test_a_lazy_module_on_the_meta_device_is_refused_by_name() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, since lazy modules are new
+        warnings.simplefilter("ignore")  # torch warns that lazy modules are new
         model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.LazyLinear(3, device="meta"))
     worker, (ours, theirs) = MultiProcessWeightSyncScheme(), multiprocessing.Pipe()
 

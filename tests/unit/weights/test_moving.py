@@ -1,4 +1,4 @@
-"""Large copies are exact, whatever they are of and wherever they begin, with MKL or without."""
+"""Large copies are exact, whatever their contents and alignment, with MKL or without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_PIECE = min(moving.LEAST_PIECES.values())
 
 @pytest.fixture
 def mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """MKL's copy is used, whoever made the processor; how many elements each call has copied."""
+    """Use MKL's copy on any processor. Returns a list that gets the number of elements of each call."""
     copy, counts = moving.found(), []
     if copy is None:
         not_tested("COPIES PAST THE CACHES", "this torch has no MKL")
@@ -76,7 +76,7 @@ def test_large_payloads_are_packed_and_unpacked_with_it(mkl: list[int], monkeypa
 @pytest.mark.parametrize("least", sorted(moving.LEAST_PIECES.values()))
 def test_a_copy_that_computes_is_not_used(least: int) -> None:
     def quiets(to: int, source: int, elements: int) -> None:
-        """As a multiplication does with NaNs."""
+        """Copy as a multiplication does that makes NaNs quiet."""
         for offset in range(0, 8 * elements, 8):
             value = ctypes.c_uint64.from_address(source + offset).value
             quiet = value & 0x7FF0 << 48 == 0x7FF0 << 48 and value & (1 << 52) - 1
@@ -137,7 +137,7 @@ def test_mkls_copy_is_found_where_torch_has_mkl() -> None:
 def test_a_torch_without_mkl_copies_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without:
         def __init__(self, _: str) -> None:
-            """As `ctypes.CDLL` of a library that has no such function."""
+            """Load a library without the function, in place of `ctypes.CDLL`."""
 
     monkeypatch.setattr(moving.ctypes, "CDLL", Without)
     assert moving.found() is None

@@ -1,4 +1,4 @@
-"""Tensors that cannot be read or written are refused by name and by type, on both sides, before anything is changed."""
+"""Tensors that cannot be read or written are refused by name and type, on both sides, before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ modes = pytest.mark.parametrize("mode", Mode)
 
 
 class Silent(Tensor):
-    """A subclass that torch cannot do anything with."""
+    """A subclass on which each function of torch raises."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ def _freed(numel: int = 4, left: int = 0) -> Tensor:
 
 
 def _beyond() -> Tensor:
-    """A view of the right size, whose offset lies behind what is left of the storage."""
+    """A view of the right size that begins behind the end of its shrunken storage."""
     base = torch.ones(8)
     view = base[4:]
     base.untyped_storage().resize_(16)
@@ -70,7 +70,7 @@ def _fake() -> Tensor:
 
 def _masked() -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, says torch
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype
         return masked_tensor(torch.ones(4), torch.tensor([True, False, True, True]))
 
 
@@ -155,7 +155,7 @@ def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode, kee
         target.keep_addresses()
     staged = target.stage(*update)
     worker.running_mean.untyped_storage().resize_(8)
-    # As if it had been freed, and got less memory where it was: malloc often does that.
+    # As if it had been freed, and smaller memory allocated at the same address, as malloc often does.
     target._plan.form.addresses = list(map(Tensor.data_ptr, target._plan.weights.tensors.values()))
 
     for act in (lambda: target.swap(target.stage(*update)), lambda: target.swap(staged), target.digest):
@@ -207,7 +207,7 @@ def test_a_module_with_fake_parameters_is_refused_by_the_strategy_or_the_packer(
 
 
 class Tagged(Tensor):
-    """A subclass that only has another name."""
+    """A subclass that differs only in its name."""
 
 
 def test_a_subclass_that_is_a_tensor_like_others_goes_on_working() -> None:
@@ -301,7 +301,7 @@ def _inferred() -> nn.Module:
 
 
 def _inferred_and_cast() -> nn.Module:
-    """Its tensors are no inference tensors any more, but autograd still counts no writes into them."""
+    """A model whose tensors are not inference tensors any more, although autograd still counts no writes to them."""
     return _inferred().bfloat16()
 
 
@@ -320,7 +320,7 @@ def _channels_last() -> nn.Module:
 
 
 def _sharing() -> nn.Module:
-    """Tied over the border of parameters and buffers, and side by side in one storage."""
+    """A module with a parameter that is tied to a buffer, and with parameters side by side in one storage."""
     module, base = nn.Module(), torch.randn(12)
     for name, tensor in {"a": base[:4], "b": base[4:], "c": base.view(3, 4)[0]}.items():
         module.register_parameter(name, nn.Parameter(tensor))
@@ -339,7 +339,7 @@ def _sharing() -> nn.Module:
         _channels_last,
         _sharing,
         lambda: nn.Linear(3, 3).share_memory(),
-        lambda: torch.compile(nn.Linear(3, 3), backend="eager"),  # the default warns in some releases of torch
+        lambda: torch.compile(nn.Linear(3, 3), backend="eager"),  # the default backend warns in some releases of torch
         lambda: nn.DataParallel(nn.Linear(3, 3)),
         lambda: _buffers(x=torch.randn(3, 4).t(), y=nn.Parameter(torch.ones(3)) * torch.randn(())),
     ],
@@ -351,7 +351,7 @@ def test_whatever_its_arrangement_what_is_applied_is_live(mode: Mode, make: Call
     for _ in range(2):
         target.apply(source)
         assert target.digest() == digest_of_weights(source) == digest_of_weights(destination)
-        # A parameter that is replaced after the first version is met by the second.
+        # Replace each parameter, so that the second version meets new ones.
         for module in destination.modules():
             for name, parameter in list(module._parameters.items()):
                 module._parameters[name] = nn.Parameter(torch.zeros_like(parameter.data))

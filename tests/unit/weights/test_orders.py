@@ -1,4 +1,4 @@
-"""Tensors are sent in the order in which the trainer has them, and arrive whatever the order of the worker's."""
+"""Tensors are sent in the order that the trainer has, and arrive whatever the order of the worker's tensors is."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ORDERS = list(permutations(range(4)))
 
 
 def lying(values: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The same values, with their dimensions in memory from the outermost to the innermost."""
+    """The same values, with dimensions that lie in memory in this order, outermost first."""
     return values.permute(order).contiguous().permute([order.index(at) for at in range(len(order))])
 
 
 def module(order: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A large and a small parameter of an order, a buffer too, and a layer as it is made."""
+    """A module with a small and a large parameter and a buffer in this order, and with a layer in the usual order."""
     draw_ = torch.Generator().manual_seed(seed)
     made = nn.Sequential(nn.Linear(3, 3), nn.Module())
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_parameters_of_the_order_that_is_sent_are_views_of_the_payload(order: tu
 
 
 def test_a_slot_is_free_once_weights_of_another_order_are_applied() -> None:
-    """Parameters that viewed it are copied into from then on: they must have memory of their own."""
+    """Parameters that viewed the slot are copied into from then on, so they must get memory of their own."""
     first, second = (0, 2, 3, 1), (0, 1, 2, 3)
     worker = module(second)
     target, slots = Target(worker, Mode.MAP), []
@@ -305,7 +305,7 @@ def test_a_loader_gets_contiguous_tensors(aligned: bool) -> None:
 
 
 def test_an_order_of_another_making_is_read_as_it_says() -> None:
-    """Where a dimension of size 1 stands in an order makes no difference to the elements, but ours names another."""
+    """The place of a dimension of size 1 in an order does not change the elements, but our orders put it elsewhere."""
     layout = Layout([("w", "float32", (1, 3, 4))], (), {"w": (2, 0, 1)})
     values = torch.randn(1, 3, 4)
     payload = torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data
@@ -321,7 +321,7 @@ def test_an_order_of_another_making_is_read_as_it_says() -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "complex32"])
 def test_halves_in_another_order_are_copied_as_integers_on_a_device(name: str) -> None:
-    """torch's kernel would convert them to float and back, which changes the bits of NaNs."""
+    """The kernel of torch would convert the elements to float and back, which changes the bits of NaNs."""
     given = torch.arange(48, dtype=torch.uint8).view(DTYPES[name]).view(2, -1).t()
     into = torch.zeros(48, dtype=torch.uint8).view(DTYPES[name]).view(2, -1).t()
 

@@ -91,7 +91,7 @@ def test_a_buffer_can_be_closed_although_it_was_packed_into() -> None:
     weights = read_weights({"a": torch.ones(100)})
 
     pack(weights, layout_of(weights), memoryview(buffer))
-    buffer.clear()  # BufferError, if anybody still exported it
+    buffer.clear()  # raises BufferError if an export of it is left
 
     assert not buffer
 

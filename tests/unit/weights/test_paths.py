@@ -1,4 +1,4 @@
-"""Model paths resolve by attributes and integer indices; an error names the part that did not."""
+"""Model paths resolve by attributes and integer indices. An error names the part that does not resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as they travel to actors without a receiver: the bytes of each tensor, for a reader that has torch alone."""
+"""Weights as they travel to actors without a receiver: the bytes of each tensor, which torch alone can read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSORS = {
 
 
 def travelled(weights: Any) -> Any:
-    """What a reader gets, as by Ray: buffers come out of band, and cannot be written to."""
+    """The weights as Ray delivers them: buffers come out of band, and cannot be written to."""
     buffers: list[pickle.PickleBuffer] = []
     written = pickle.dumps(portable(weights), protocol=5, buffer_callback=buffers.append)
     return pickle.loads(written, buffers=[bytes(buffer.raw()) for buffer in buffers])
@@ -88,7 +88,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_no_storage_is_written_by_torch_and_no_view_brings_its_whole_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch writes a file for each storage, and one for each view of it: hundreds of tensors took it most of a push."""
+    """torch writes a file for each storage and each view of it. With hundreds of tensors, that took most of a push."""
     flat = torch.arange(6400.0)
     views = {str(number): flat[100 * number : 100 * number + 100] for number in range(64)}
     monkeypatch.setattr(torch, "save", None)
@@ -100,7 +100,7 @@ def test_no_storage_is_written_by_torch_and_no_view_brings_its_whole_storage(mon
 
 
 class _Marked(Tensor):
-    """A tensor of a type of its own."""
+    """A subclass of Tensor."""
 
 
 def test_what_is_more_than_its_bytes_is_left_to_torch() -> None:

@@ -1,4 +1,4 @@
-"""A sender that has planned how it copies weights notices whatever changes about them, and sends them as they are."""
+"""A sender with a plan for copying its weights notices every change of the weights, and sends their current values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weightsync.weights.threads import LEAST
 
 
 class Model(nn.Module):
-    """Tensors of a few bytes and of more than are moved one by one, in several dtypes."""
+    """A model with large, small and empty tensors in several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def sent(packer: Packer, model: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a worker would get."""
+    """The tensors that a worker would receive."""
     packed = packer.pack(model)
     try:
         flat = owning(memoryview(bytearray(packed.buffer.view[: packed.layout.nbytes])))
@@ -118,7 +118,7 @@ def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[M
     with torch.no_grad():
         change(model)
 
-    for _ in range(3):  # what has changed is planned anew, and used
+    for _ in range(3):  # the changed weights are planned anew, and then sent by the new plan
         found = sent(packer, model)
         state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         assert found.keys() == state.keys()
@@ -157,7 +157,7 @@ def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
     model = Model()
     packer = planned(model)
     model.large.untyped_storage().resize_(8)
-    # As if it had been shrunk in place: the addresses alone would not show it.
+    # As if the storage had been shrunk in place: the address alone would not show that.
     packer._plan._form = Form(model.state_dict().values())  # type: ignore[union-attr]
 
     with pytest.raises(LayoutError, match="'large' was freed or shrunk"):
@@ -165,7 +165,7 @@ def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
 
 
 class Moving(nn.Module):
-    """Gives its tensors other memory whenever its extra state is read, as one that flushes what it has gathered may."""
+    """A module whose tensors get other memory whenever its extra state is read, as by a flush of gathered values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,12 +177,12 @@ class Moving(nn.Module):
         self.reads += 1
         for parameter in self.parameters():
             parameter.data = torch.full_like(parameter.data, self.reads)
-            # Takes the memory that has just become free.
+            # Take the memory that has just become free.
             self.gathered += [torch.full_like(parameter.data, -1) for _ in range(3)]
         return self.reads
 
     def set_extra_state(self, state: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def test_weights_that_move_as_their_extra_state_is_read_are_sent_from_where_they_are_then() -> None:
@@ -201,7 +201,7 @@ def test_small_tensors_are_joined_once_they_have_stayed_where_they_were() -> Non
     pieces = packer._plan._pieces  # type: ignore[union-attr]
     moves = [step.move for step in pieces._steps]
 
-    assert sorted(map(len, pieces._memories.values())) == [1, 8]  # those that are not empty
+    assert sorted(map(len, pieces._memories.values())) == [1, 8]  # the tensors that are not empty
     assert moves.count(Move.JOINED) == 2  # of float32 and of int64
     assert moves.count(Move.BYTES) == 1
     assert moves.count(Move.BY_TORCH) == 1  # of bool
@@ -252,7 +252,7 @@ def copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def outcome(packer: Packer, weights: dict[str, Tensor]) -> object:
-    """What a worker would get of each, or why nothing is sent."""
+    """Dtype, shape and bytes that a worker would receive for each entry, or the error of the send."""
     try:
         found = sent(packer, weights)
     except LayoutError as error:
@@ -283,17 +283,17 @@ def in_inference_mode(tensor: Tensor) -> Tensor:
 
 
 def as_nested(tensor: Tensor) -> Tensor:
-    """Its rows, as a nested tensor."""
+    """The rows of a tensor, as a nested tensor."""
     rows, columns = tensor.shape
     sizes, strides = torch.full((rows, 1), columns), torch.ones((rows, 1), dtype=torch.int64)
     return torch._nested_view_from_buffer(tensor.flatten(), sizes, strides, torch.arange(rows) * columns)
 
 
 class Odd(Tensor):
-    """A type of tensor that is copied as it says."""
+    """A subclass of Tensor, which torch must copy."""
 
 
-#: What one tensor becomes, in other memory. Its name, and for some of them its shape and dtype too, are as before.
+#: Changes of one tensor, which also moves to other memory. Its name stays, and sometimes its shape and dtype too.
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "only other memory": lambda tensor: tensor,
     "a parameter": lambda tensor: nn.Parameter(tensor, requires_grad=tensor.is_floating_point()),
@@ -335,7 +335,7 @@ def test_weights_that_move_and_change_at_once_are_sent_as_if_they_were_the_first
     packer, second = Packer(), copies(first)
     changed = copies(second)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about what is new or old there
+        warnings.simplefilter("ignore")  # torch warns about new and deprecated features
         changed[name] = change(changed[name])
     expected = [as_the_first(weights) for weights in (first, second, changed)]
     for at in (0, 1, 1, 2, 2, 1, 2, 0):

@@ -1,4 +1,4 @@
-"""Parameters get other memory while another thread computes with them."""
+"""A parameter gets other memory while another thread computes with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from weightsync.weights.tensors import set_data
 
-# In a process of its own: if both threads wait for each other, nothing in it runs any more, not even a time limit.
+# Run in a process of its own: if the two threads wait for each other, nothing in it runs any more, not even a timeout.
 PROGRAM = """
     import threading, torch
     from weightsync.weights.tensors import set_data

@@ -1,4 +1,4 @@
-"""WeightStrategy: both formats, flat or nested, into modules, TensorDicts and dicts, and strict about what fits."""
+"""WeightStrategy: both formats, flat or nested, into modules, TensorDicts and dicts, with strict checks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_out_of_place_gives_each_tensor_memory_of_its_own_so_that_torch_can_save
     weights = {"a": torch.ones(100), "b": torch.ones(2), "n": torch.tensor(3)}
 
     WeightStrategy().apply_weights(destination, weights, inplace=False)
-    torch.save(dict(destination.items()), file)  # raises where tensors of two dtypes lie in one storage
+    torch.save(dict(destination.items()), file)  # raises if tensors of two dtypes lie in one storage
     file.seek(0)
 
     assert {name: tensor.tolist() for name, tensor in torch.load(file).items()} == {

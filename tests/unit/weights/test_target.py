@@ -81,7 +81,7 @@ def test_parameters_of_a_dict_stay_where_they_are(mode: Mode) -> None:
 
 
 class Counts(nn.Module):
-    """Has a weight, and a number as its extra state."""
+    """A module with a weight, and with a number as its extra state."""
 
     def __init__(self, weight: nn.Parameter, number: int) -> None:
         super().__init__()
@@ -379,10 +379,10 @@ def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go
     single = mmap.mmap(-1, layout.nbytes)
     target.swap(target.stage(layout, memoryview(single), in_slot=True))
     target.swap(target.stage(*packed(nn.Linear(3, 3))))
-    single.close()  # BufferError, if anybody still held it
+    single.close()  # raises BufferError if a view of it is left
     with pytest.raises(BufferError):
         slots[0].close()
-    del target  # and with it the views that it keeps
+    del target  # frees the views that it keeps
     slots[0].close()
 
 
@@ -405,7 +405,7 @@ class Plain(nn.Parameter):
 
 
 class Waited:
-    """A device of which nothing is waited for."""
+    """A device that never has to be waited for."""
 
     def finish(self) -> None: ...
 
@@ -521,7 +521,7 @@ def test_a_forward_in_a_block_of_autocast_computes_with_the_version_that_went_li
     def swap(value: float) -> None:
         target.swap(target.stage(*packed({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})))
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # until its end it keeps what weights were cast to
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # autocast keeps the results of its casts until it ends
         for value in (1.0, 2.0, 3.0):
             if in_a_thread:
                 thread = threading.Thread(target=swap, args=(value,))
@@ -574,7 +574,7 @@ def test_views_are_kept_of_the_slots_that_came_last() -> None:
     for index in (0, 0, 1, 2, 3, 4, 4, 5):
         target.swap(target.stage(layout, memoryview(slots[index]), in_slot=True))
 
-    slots[0].close()  # pushed out by those that came after it
+    slots[0].close()  # later slots have taken the place of this one
     with pytest.raises(BufferError):
         slots[4].close()
 

@@ -1,4 +1,4 @@
-"""A module's own hooks may raise in the middle of a swap: everything is put back."""
+"""A module's own hooks may raise in the middle of a swap, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ modes = pytest.mark.parametrize("mode", Mode)
 
 
 class Fragile(Counted):
-    """Refuses a state after having changed half of itself; a stubborn one then refuses its old state, too."""
+    """A module that raises after it has changed half of its state. A stubborn one then refuses its old state, too."""
 
     def __init__(self, stubborn: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_a_hook_that_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
 
 
 class Leaving(Counted):
-    """Ends the program in a hook, half way, whatever the state is."""
+    """A module whose hook ends the program halfway, whatever the state is."""
 
     def set_extra_state(self, state: object) -> None:
         self.state = "half"
@@ -88,7 +88,7 @@ def test_a_hook_that_ends_the_program_half_way_breaks_the_swap() -> None:
 
 
 class Deaf(Counted):
-    """Never takes a state, and never changes."""
+    """A module that refuses every state, and never changes."""
 
     def set_extra_state(self, state: object) -> None:
         raise NotImplementedError
@@ -108,7 +108,7 @@ def test_a_hook_that_refuses_without_a_change_needs_no_undoing(mode: Mode) -> No
 
 
 class Meddler(Counted):
-    """Replaces its own parameter when its state is set."""
+    """A module that replaces its own parameter when its state is set."""
 
     def __init__(self, size: int = 2) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_weights_that_a_functional_call_applies_by_hand_go_into_its_tensors() ->
 
 
 class Refusing:
-    """Lets some calls through, and raises at each later one."""
+    """Allows this many calls, and raises at each later one."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class RefusingOperators(Refusing, TorchDispatchMode):
 
 
 def _odd(fill: float) -> nn.Module:
-    """A model with extra state, and with buffers whose bytes are not moved, but copied by torch."""
+    """A model with extra state, and with buffers whose bytes are not moved but copied by torch."""
     model = nn.Sequential(Counted(), nn.Linear(2, 3))
     model.register_buffer("mask", torch.full((2,), bool(fill)))
     model.register_buffer("strided", torch.zeros(2, 3).t())

@@ -1,4 +1,4 @@
-"""What does not fit is refused with the differences, and nothing is changed."""
+"""An update that does not fit is refused with the differences, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_extra_state_that_belies_its_layout_is_named() -> None:
 
 
 class Unwritable(Tensor):
-    """Raises when it is written."""
+    """A tensor that raises when it is written."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -217,7 +217,7 @@ def test_values_of_tied_tensors_are_compared_bit_for_bit_where_they_are(
 ) -> None:
     monkeypatch.setattr(aliasing, "bits_of", lambda tensor: pytest.fail(f"{tensor} was copied"))
     patterns = torch.tensor([0x7FC1, 0x0000, 0x3F80], dtype=torch.int16)  # a NaN, 0.0 and 1.0
-    other = torch.cat([torch.zeros(shift, dtype=torch.int16), patterns])[shift:]  # perhaps at an odd place
+    other = torch.cat([torch.zeros(shift, dtype=torch.int16), patterns])[shift:]  # at an odd address, if shifted
 
     assert same_bits(patterns.view(torch.bfloat16), other.view(torch.bfloat16))
     for index, pattern in enumerate((0x7FC2, -0x8000, 0x3F81)):  # another NaN, -0.0, and the number after 1.0

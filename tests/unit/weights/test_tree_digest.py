@@ -1,4 +1,4 @@
-"""The digest is what the protocol says it is, and weights are copied whole, whatever the number of threads."""
+"""The digest is as the protocol defines it, and weights are copied whole, whatever the number of threads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_digest_is_that_of_the_protocol(nbytes: int, extras: bytes, golden: 
 
 @pytest.fixture(params=[1, 2, 3, 7])
 def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many threads torch may use, each of which is worth starting for 64 KiB."""
+    """The number of threads that torch may use. A thread is worth starting for 64 KiB."""
     monkeypatch.setattr(threads, "LEAST", 64 * KIB)
     monkeypatch.setattr(threads, "LEAST_PART", 64 * KIB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
@@ -75,7 +75,7 @@ class Subclass(Tensor):
 
 
 def mixed() -> dict[str, Tensor]:
-    """Large and small tensors in turn, some of which cannot be moved as bytes, over more than four chunks."""
+    """Large and small tensors in turn, over more than four chunks. Some cannot be moved as bytes."""
     drawn = torch.Generator().manual_seed(19)
 
     def bits(nbytes: int) -> Tensor:
@@ -232,7 +232,7 @@ def test_weights_and_their_digest_are_whole_where_tensors_span_chunks_and_parts(
     ):
         monkeypatch.setattr(module, name, small)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    # The names are used nowhere else: plans that were made with other sizes are kept by layout.
+    # Names that no other test uses: plans are kept by layout, and other tests made theirs with other sizes.
     sizes = (5, 8, 90, 16, 3, 70, 1, 200, 16)
     tensors = {f"spans.{number}": torch.randn(size) for number, size in enumerate(sizes)}
     tensors |= {"spans.cast": torch.randn(40)[::2], "spans.bools": torch.arange(100) % 3 == 0}

@@ -48,7 +48,7 @@ def test_other_modules_are_read_as_their_state_dicts_are(module: nn.Module) -> N
 
 
 class Elsewhere(nn.Linear):
-    """A module whose class says where its buffers are."""
+    """A module whose class defines where its buffers are."""
 
     _buffers = property(lambda self: {"scale": self.scale}, lambda *_: None)  # type: ignore[assignment]
     scale = torch.ones(3)
@@ -154,7 +154,7 @@ def test_sources_that_contain_themselves_are_refused() -> None:
 
 
 class Lora(nn.Module):
-    """Like peft: merging returns the inner module, changed."""
+    """A module that is merged as in peft: the result is the inner module, changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_adapters_are_merged_on_a_copy() -> None:
 
 def test_adapters_of_a_model_that_cannot_be_copied_are_refused_with_what_to_do() -> None:
     lora = Lora()
-    lora.tied = lora.delta.T  # as peft ties an adapter of the embeddings: torch copies no result of a computation
+    lora.tied = lora.delta.T  # as peft ties an adapter of the embeddings: torch cannot copy the result of a computation
 
     with pytest.raises(
         ConfigurationError, match=r"copy of it, which cannot be made \(RuntimeError: .*names=\.$"
@@ -192,13 +192,13 @@ def test_adapters_of_a_model_that_cannot_be_copied_are_refused_with_what_to_do()
 
 def _quantised() -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what we are to refuse
+        warnings.simplefilter("ignore")  # torch deprecates what is to be refused here
         return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
 def _nested() -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, says torch
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
@@ -269,7 +269,7 @@ def test_two_policies_have_one_layout() -> None:
 
 
 def test_a_class_of_the_users_that_was_read_ends_with_its_last_module() -> None:
-    """As one that each run of a notebook's cell, or each trial of a search, makes anew."""
+    """Such a class is made anew by each run of a notebook's cell, or by each trial of a search."""
     data, asked = torch.ones(3), PerClass(lambda kind: issubclass(kind, nn.Linear))
 
     class Net(nn.Linear):
