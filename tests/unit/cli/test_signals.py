@@ -43,7 +43,7 @@ def test_the_signals_after_the_first_do_not_disturb_the_end_and_say_so(
 
     with pytest.raises(raised) as error:
         interrupted()
-    signal.raise_signal(signal.SIGINT)  # while libraries end their own processes at exit
+    signal.raise_signal(signal.SIGINT)  # as happens while libraries end their own processes at exit
 
     assert ended == ["every process"]
     assert capfd.readouterr().err == "weightsync: all processes are being ended. Ctrl-\\ does not wait for them.\n" * 4

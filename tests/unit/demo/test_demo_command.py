@@ -1,4 +1,4 @@
-"""`weightsync demo` as a command: options, plain lines, exit codes, and interrupts."""
+"""`weightsync demo` as a command: options, plain lines, exit codes, and how it can be ended."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _sent(sender: Any, receivers: list[Any]) -> tuple[int, int]:
     """Send to all workers. Returns the calls in the trainer and in the busiest worker."""
     in_trainer = counted(sender.send_async)
     in_workers = [counted(lambda receiver=receiver: receiver.receive(0.0)) for receiver in receivers]
-    while any(receiver.version != sender.version for receiver in receivers):  # the handshakes come first
+    while any(receiver.version != sender.version for receiver in receivers):  # handshakes arrive first
         for receiver in receivers:
             receiver.receive(0.0)
         sender.poll()

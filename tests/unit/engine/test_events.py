@@ -1,4 +1,4 @@
-"""`on_event`: each event is reported once, and no callback can delay a sync, break it, or outlive a close."""
+"""`on_event`: each event is reported once, and no callback can delay or break a sync, or outlive a close."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Remembers(nn.Module):
         return "remembered"
 
     def set_extra_state(self, state: str) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def test_a_packed_update_has_its_size_its_digest_and_its_form() -> None:
@@ -293,7 +293,7 @@ class Trainer:
         return self.model if given is None or isinstance(given, str) else given
 
     def published(self, model_id: str, weights: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def all_share(self, payload: Any, nbytes: int) -> bool:
         return False

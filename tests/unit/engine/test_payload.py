@@ -32,7 +32,7 @@ LAYOUT = layout_of(WEIGHTS)
 
 
 def expected() -> bytes:
-    """The payload, byte by byte."""
+    """The bytes that the payload must have."""
     payload = bytearray(LAYOUT.nbytes)
     for entry in LAYOUT.entries:
         payload[entry.offset : entry.offset + entry.nbytes] = bits_of(GIVEN[entry.name]).numpy().tobytes()

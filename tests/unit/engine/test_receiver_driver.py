@@ -1,4 +1,4 @@
-"""What a receiver's driver sends over its links, which messages it accepts, and what it keeps."""
+"""What a receiver's driver sends and accepts over its links, and what it keeps."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_na
     made.concluded(1)
     made.sends()
     assert "in step" in str(made.reporter.so_far(OutcomeKind.PENDING))
-    made.reporter.delivered()  # send_async() returned: its report names no failure yet
+    made.reporter.delivered()  # that of send_async(), which does not count as having told the failure
     given_up = made.gives_up(2)  # no caller gets this report
     assert "in step" in str(given_up)
     made.sends()

@@ -1,4 +1,4 @@
-"""A segment owns one descriptor, and never closes one that it released; missing memory is reported."""
+"""A segment owns one descriptor, and never closes it again after its release. Missing memory is reported."""
 
 from __future__ import annotations
 

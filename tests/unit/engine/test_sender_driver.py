@@ -1,4 +1,4 @@
-"""What a sender's driver sends over its links, which messages it accepts, and what it keeps."""
+"""What a sender's driver sends and accepts over its links, and what it keeps."""
 
 from __future__ import annotations
 

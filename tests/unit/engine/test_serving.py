@@ -245,7 +245,7 @@ def test_forwards_give_way_as_long_as_any_thread_waits_to_change_the_model(
 
 
 class Model:
-    """A served model, in a slot or not. It records whether it had to leave the slot alone, with no forward running."""
+    """A served model, in a slot or not. It records the ``alone`` argument of each `leave_host_slot`."""
 
     def __init__(self, in_slot: bool) -> None:
         self.in_slot = in_slot

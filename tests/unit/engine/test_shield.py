@@ -87,7 +87,7 @@ def test_a_shield_that_cannot_be_raised_leaves_the_handlers_as_they_were(monkeyp
 
 
 class Struck(ValueError):
-    """Raised by a user's signal handler. A shield in another thread gets a ValueError too, of `signal.signal`."""
+    """Raised by a user's signal handler: a ValueError, as a shield in another thread gets from `signal.signal`."""
 
 
 @contextlib.contextmanager

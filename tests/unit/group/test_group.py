@@ -1,4 +1,4 @@
-"""A worker group: results, back-pressure, failures, restarts, and an end whatever the workers do."""
+"""A worker group: results, back-pressure, failures, restarts, and that it ends whatever its workers do."""
 
 from __future__ import annotations
 

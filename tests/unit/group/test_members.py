@@ -73,7 +73,7 @@ class Lives:
     def __init__(self) -> None:
         self.processes: list[Process] = []
         self.channels: list[Channel] = []
-        #: The error of each attempt to begin a life.
+        #: The error of each attempt to begin a life, if any.
         self.refusal: Exception | None = None
 
     def begin(self, index: int, restarts: int) -> Running:

@@ -373,7 +373,7 @@ def test_helpers_end_also_after_one_was_interrupted_while_it_was_started(
     for thread in (ending, *found):
         thread.join(20)
 
-    assert len(found) == 2  # one of them is not counted
+    assert len(found) == 2  # of which only one is counted
     assert not ending.is_alive()
     assert helpers() == []
 

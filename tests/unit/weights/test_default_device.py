@@ -99,7 +99,7 @@ def test_memory_that_torchrl_shares_is_on_the_cpu() -> None:
 
 
 class Counting(TorchFunctionMode):
-    """A mode that counts calls: torch passes each of its functions to it, as it does to a default device."""
+    """A mode that counts calls: torch passes its functions through it, as through that of a default device."""
 
     calls = 0
 

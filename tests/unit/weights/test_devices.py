@@ -67,7 +67,7 @@ class CopiesInGroups(FakeDevice):
         self.copied: list[tuple[Sequence[Tensor], object]] = []
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], known: object | None = None) -> None:
-        """Copy at once."""
+        """Copy immediately."""
         self.copied.append((tensors, known))
         copy_groups(groups_of(into, tensors), into, tensors)
 

@@ -1,4 +1,4 @@
-"""Two phases: a staged update is validated in full, a swap makes all of it live, a refusal changes nothing."""
+"""Two phases: staging validates an update in full, a swap makes all of it live. A refusal changes nothing."""
 
 from __future__ import annotations
 

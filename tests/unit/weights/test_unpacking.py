@@ -1,4 +1,4 @@
-"""`present`: an update as weights that own their memory."""
+"""`present`: the contents of an update, as weights that own their memory."""
 
 from __future__ import annotations
 
