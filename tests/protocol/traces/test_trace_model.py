@@ -111,15 +111,6 @@ def _refusals_count_as_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_outcome", lambda message: before(message) if isinstance(message, Ack) else applied)
 
 
-def _nothing_is_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = receiving._take
-    monkeypatch.setattr(
-        receiving,
-        "_take",
-        lambda named, data, event: (data, ()) if named is receiving.ReceiverInput.NEWER else before(named, data, event),
-    )
-
-
 def _joiners_are_due_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sending._join
 
