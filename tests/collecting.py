@@ -1,6 +1,7 @@
-"""What TorchRL's collectors collect, importable by their workers, and what all tests of them begin with.
+"""The environment, the policies and the pytest marks that all tests of TorchRL's collectors use.
 
-Imported where TorchRL or gymnasium is missing, it skips the module that imports it.
+The collectors' worker processes can import this module. If TorchRL or gymnasium is missing, importing it skips the
+test module that does.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ try:
 except ImportError as error:
     not_tested("TORCHRL'S COLLECTORS ON OUR SCHEMES", f"{error} (pip install 'weightsync[torchrl,rl]')")
 
-#: Of every test that runs one of TorchRL's collectors.
+#: The marks of every test that runs one of TorchRL's collectors.
 MARKS = [
     pytest.mark.torchrl,
-    # TorchRL's, gymnasium's and their dependencies' own: not ours to mend.
+    # Warnings of TorchRL, gymnasium and their dependencies, which we cannot fix.
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(300),
 ]
 
 
 def start_workers_by(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on collectors start their workers so. Forked ones cost a tenth of spawned ones."""
+    """Make collectors start their workers by this method. Forking costs a tenth of the time of spawning."""
     context = multiprocessing.get_context(method)
     monkeypatch.setattr(torchrl.collectors._multi_base, "_get_mp_ctx", lambda *_: context)
 
@@ -48,12 +49,12 @@ def cartpole() -> Any:
 
 
 def tensordict(module: nn.Module) -> Any:
-    """A module's weights as TorchRL's collectors take them."""
+    """The weights of a module as a TensorDict, the form that TorchRL's collectors take."""
     return TensorDict.from_module(module).data
 
 
 def policy(action: int) -> TensorDictModule:
-    """Always takes that action: its bias says so."""
+    """A policy that always takes this action, because of its bias."""
     net = nn.Linear(4, 2)
     made = TensorDictModule(nn.Sequential(net, nn.Softmax(-1)), in_keys=["observation"], out_keys=["action"])
     choose(made, action)
@@ -61,7 +62,7 @@ def policy(action: int) -> TensorDictModule:
 
 
 def choose(made: TensorDictModule, action: int) -> None:
-    """From now on it takes that action."""
+    """Set the policy's weights so that it always takes this action."""
     net = made.module[0]
     with torch.no_grad():
         net.weight.zero_()
@@ -69,17 +70,17 @@ def choose(made: TensorDictModule, action: int) -> None:
 
 
 def chosen(data: Any) -> set[int]:
-    """The actions in a batch."""
+    """The distinct actions in a batch."""
     return set(data["action"].argmax(-1).flatten().tolist())
 
 
 def random_policy() -> Any:
-    """A policy without weights: a callable that is no module."""
+    """A policy without weights: a callable that is not an `nn.Module`."""
     return RandomPolicy(cartpole().action_spec)
 
 
 class WithCritic(TensorDictModule):
-    """A policy that takes action 0 at first, and has a second model beside it."""
+    """A policy that takes action 0 at first, with a critic as a second model."""
 
     def __init__(self) -> None:
         module = policy(0).module

@@ -1,4 +1,4 @@
-"""Commands of `weightsync` that run beside a test, and the processes that they start."""
+"""Run commands of `weightsync` beside a test, and find the processes that they start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VARIABLE = "WEIGHTSYNC_TEST_MARK"
 
 
 def separate_outputs() -> CliRunner:
-    """A runner whose results have standard output and standard error apart; before click 8.2 this is an option."""
+    """A runner that captures standard output and standard error separately. Before click 8.2 this is an option."""
     options: dict[str, Any] = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
     return CliRunner(**options)
 
@@ -29,14 +29,15 @@ def separate_outputs() -> CliRunner:
 def running(*arguments: str, begun: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run a command in a process group of its own until the context ends.
 
-    Files that it leaves in its temporary folder when it is killed are removed with that folder.
+    The command has its own temporary folder, so files that it leaves when it is killed are removed as well.
 
     Args:
-        arguments: the command's.
-        begun: a text in the line after which it has begun its work; what comes before is read.
+        arguments: the arguments of the command.
+        begun: a text in the line of output that shows that the command has begun its work. The context begins after
+            that line.
 
     Returns:
-        The process, and a mark that it and all its children carry.
+        The process, and a mark in the environment of this process and of all its children.
     """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
@@ -59,7 +60,7 @@ def running(*arguments: str, begun: str) -> Iterator[tuple[subprocess.Popen[str]
 
 
 def marked(mark: str) -> list[str]:
-    """The ids of the processes that carry a mark."""
+    """The ids of the processes that have the mark in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -69,7 +70,7 @@ def marked(mark: str) -> list[str]:
 
 
 def assert_all_gone(mark: str) -> None:
-    """Wait until no process carries a mark; fail if that takes too long."""
+    """Wait until no process has the mark any more, and fail if that takes longer than a minute."""
     deadline = time.monotonic() + 60
     while marked(mark):
         assert time.monotonic() < deadline, f"processes {marked(mark)} are left"

@@ -1,14 +1,16 @@
-"""Profiles, the forkserver that all tests share, and the checks that nothing outlives a test."""
+"""Hypothesis profiles, the shared forkserver, the check for leaks after each test, and xdist scheduling."""
 
 from __future__ import annotations
 
 import os
 
-# torch asks the DNS for a name of each address it connects to, in a store's one thread too, and a test machine's DNS
-# may not answer. The C library reads this once a thread: it is set before anything is imported that might ask.
+# torch makes a reverse DNS query for each address that it connects to, in the only thread of a store too, and the DNS
+# of a test machine may not answer. The C library reads this variable once per thread, so it is set before any import
+# that may make a query.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# torch's threads wait for each other without computing: the tests have fewer cores than threads, and one that spins
-# keeps from its core the one it waits for. Read as torch is loaded: by the workers of pytest-xdist and all processes.
+# Let torch's threads sleep, not spin, while they wait for each other. The tests have more threads than cores, so a
+# spinning thread may take the core from the thread that it waits for. torch reads this variable when it is loaded, also
+# in the workers of pytest-xdist and in all other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import gc
@@ -41,7 +43,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("nightly", max_examples=5000, stateful_step_count=100, deadline=None, print_blob=True)
-# Asked about each of thousands of mutants (tests/protocol/mutation).
+# For tests that run once for each of thousands of mutants (tests/protocol/mutation).
 settings.register_profile(
     "mutants", max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
@@ -49,14 +51,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 def pytest_configure() -> None:
-    """Processes that tests start take Ctrl-C, also where this one was started in the background, which ignores it."""
+    """Stop ignoring SIGINT, as a process started in the background does: the tests' child processes inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """No collection of garbage looks through all that was imported: it would take longer than most tests."""
+    """Exclude imported objects from garbage collection: to scan them would take longer than most tests."""
     gc.disable()
     try:
         return (yield)
@@ -67,13 +69,13 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_unconfigure() -> None:
-    """At the end of the process all is collected as ever: extensions complain of what is left."""
+    """Collect all garbage as usual when the process ends: some extensions warn about objects that are left."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Starts processes in milliseconds: its server has imported torch, weightsync, and what modules of tests import."""
+    """A forkserver that has imported torch, weightsync and the test helpers: it starts processes in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -92,10 +94,10 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No process, no thread of ours and no name in shared memory stays behind.
+    """Check that no child process, thread or name in shared memory outlives the test.
 
-    What was there before is a fixture's of a longer life, and that fixture's to end; so is the session's Ray cluster,
-    which is therefore there before the first test that is marked for it.
+    Whatever existed before the test belongs to a fixture of a wider scope, which ends it. The session's Ray cluster is
+    such a fixture, so it is started here before the first test with the mark `ray`.
     """
     if request.node.get_closest_marker("ray") is not None:
         request.getfixturevalue("cluster")
@@ -109,14 +111,14 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     assert _names_left(names) == set()
     for thread in set(threading.enumerate()) - threads:
         if thread.name == "weightsync-copy" and owners & copy_threads._helpers._keys:
-            continue  # it stays for a sender or receiver that was open before
-        thread.join(30)  # a store's connection ends with what its store still has to look up
+            continue  # the thread serves a sender or receiver that was open before the test
+        thread.join(30)  # a store's connection ends only after the queries that its store still has to answer
         assert not thread.is_alive(), f"{thread} outlived the test"
     _end_helpers()
 
 
 def _forget_frames(item: pytest.Item) -> None:
-    """Exceptions that a test is given live as long as the session: what they hold of its calls would too."""
+    """Drop the tracebacks of exceptions among the test's parameters, which would keep frames alive all session."""
     given = getattr(item, "callspec", None)
     for value in given.params.values() if given is not None else ():
         if isinstance(value, BaseException):
@@ -124,7 +126,7 @@ def _forget_frames(item: pytest.Item) -> None:
 
 
 def _end_helpers() -> None:
-    """No test meets threads that help to copy and stay for a sender or receiver of another test."""
+    """End the helper threads for copying, which would otherwise outlive the senders and receivers of this test."""
     helpers = copy_threads._helpers
     with helpers._lock:
         keys, helpers._keys = helpers._keys, set()
@@ -134,7 +136,7 @@ def _end_helpers() -> None:
 
 
 def _names_left(names: set[str]) -> set[str]:
-    # Another worker of pytest-xdist may have made some, for as long as its test runs.
+    # Another worker of pytest-xdist may have created names too, which last as long as its test.
     given_up = time.monotonic() + 10
     while (left := _shared_names() - names) and time.monotonic() < given_up:
         time.sleep(0.05)
@@ -142,12 +144,12 @@ def _names_left(names: set[str]) -> set[str]:
 
 
 def _shared_names() -> set[str]:
-    # Semaphores of multiprocessing have names until they are collected, other processes' too.
+    # Leave out the semaphores of multiprocessing, in any process: they keep their names until they are collected.
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
-#: Few tests, and long ones: they start first. Of the others those of which there are many start first, so the last ones
-#: are short, and no worker waits long for the other.
+#: Units with few but long tests, which start first. Of the others, units with many tests start first, so the last ones
+#: are short and the workers finish at about the same time.
 _LONG = (
     "tests/protocol/traces/test_pytest_plugin.py",
     "tests/transports/rpc/test_rpc_generation_b.py",
@@ -174,9 +176,9 @@ _LONG = (
 
 
 class _ByWhatTheyShare(LoadScopeScheduling):
-    """Tests that share something run in one worker: Ray's cluster, graphs, the rows that were taken, a file's own.
+    """Runs tests that share something in one worker: the Ray cluster, graphs, the record of rows taken, or a file.
 
-    Of the strikes and cuts each transport's are a unit of their own: together they take minutes.
+    The tests of strikes and cuts are one unit for each transport, since together they take minutes.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -196,5 +198,5 @@ class _ByWhatTheyShare(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Which worker of pytest-xdist runs what."""
+    """Schedule tests on the workers of pytest-xdist by what they share."""
     return _ByWhatTheyShare(config, log)

@@ -1,6 +1,8 @@
-"""The decoders of what a peer sends, each as a function of any bytes: only typed errors may escape, and none here.
+"""The decoders of data from a peer, each as a function of arbitrary bytes, for fuzzing.
 
-`tests/fuzz.py` gives atheris's bytes to them, `tests/transports/pipe/test_decoding.py` Hypothesis's.
+A decoder may raise only typed errors. The functions here suppress these, so any exception that escapes is a finding.
+`tests/fuzz.py` calls them with bytes from atheris and Hypothesis, `tests/transports/pipe/test_decoding.py` with bytes
+from Hypothesis.
 """
 
 from __future__ import annotations
@@ -39,27 +41,27 @@ KEY, IDENTITY = SharedKey(bytes(32)), Identity("store", "policy", "0", "link")
 
 
 def sealed(head: bytes, body: bytes) -> bytes:
-    """A frame whose size and checksum fit, whatever else it holds."""
+    """A frame of this head and body, with its size and checksum set right."""
     covered = bytearray(head[16:] + body)
     covered[4:8] = struct.pack("!I", len(body))
     return head[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(bytes(covered))) + bytes(covered)
 
 
 def carrying(report: bytes) -> bytes:
-    """An ack that brings these bytes as what became of the version elsewhere."""
+    """An encoded ack with these bytes as its nested report."""
     head = codec.encode(Ack(model_id="", incarnation=1, version=1))[:HEADER]
     return sealed(head, codec._ACK.pack(0, len(report), 0.0, 0) + report)
 
 
 def _frame(data: bytes) -> bytes:
-    """A frame: the first byte says whether magic, version and checksum are made to fit, so that the rest is read."""
+    """A frame. If the first byte is not 0, magic, version and checksum are made valid, so that the rest is decoded."""
     if data[:1] != b"\0" and len(data) > HEADER:
         return sealed(_SEEDS[0][:16] + data[17 : HEADER + 1], data[HEADER + 1 :])
     return data[1:]
 
 
 def messages(data: bytes) -> None:
-    """A message, over any transport."""
+    """Decode a message, and check that it survives another round of encoding and decoding."""
     frame = _frame(data)
     with contextlib.suppress(ProtocolError):
         message = codec.decode(frame)
@@ -67,26 +69,26 @@ def messages(data: bytes) -> None:
 
 
 def reports(data: bytes) -> None:
-    """The report in an ack."""
+    """Decode the report nested in an ack."""
     with contextlib.suppress(ProtocolError):
         codec.decode(carrying(data))
 
 
 def layouts(data: bytes) -> None:
-    """A layout."""
+    """Decode a layout, and check that it encodes to the same bytes."""
     with contextlib.suppress(ProtocolError):
         assert Layout.decode(data).encode() == data
 
 
 def extra_state(data: bytes) -> None:
-    """Extra state."""
+    """Decode extra state, and check that its keys survive another round of encoding and decoding."""
     with contextlib.suppress(ProtocolError):
         extras = decode_extras(data)
         assert decode_extras(encode_extras(extras)).keys() == extras.keys()
 
 
 def framing(data: bytes) -> None:
-    """What a pipe brings: pieces of a stream, and descriptors. The segments that frames name are looked up."""
+    """Read a pipe's stream, in two pieces and with descriptors, and look up the segments that its frames name."""
     ours, theirs = socket.socketpair()
     inflow, mapped = Inflow(ours), MappedSegments()
     count, piece = data[0] % 3 if data else 0, (data[1] if len(data) > 1 else 0) or 4096
@@ -124,12 +126,12 @@ def _read_all(inflow: Inflow, mapped: MappedSegments) -> None:
 def _look_up(frame: Frame, mapped: MappedSegments) -> None:
     slot = frame.message.slot if isinstance(frame.message, Update) else None
     if slot is not None:
-        with contextlib.suppress(TransportError):  # it cannot be mapped
+        with contextlib.suppress(TransportError):  # the slot cannot be mapped
             mapped.find(slot, frame.descriptors, frame.untaken)
 
 
 def store(data: bytes) -> None:
-    """What a store and its connections bring: announcements, messages with a payload, envelopes."""
+    """Decode what arrives over a store and its connections: announcements, messages with a payload, envelopes."""
     Announced.of(data.decode("ascii", "replace"))
     for guard in (NoGuard("the peer"), SenderGuard(KEY, IDENTITY, "the peer"), WorkerGuard(KEY, IDENTITY)):
         for text in (data, _frame(data)):
@@ -140,13 +142,13 @@ def store(data: bytes) -> None:
 
 
 def calls(data: bytes) -> None:
-    """What a call of Ray or RPC brings: a frame, and its payload."""
+    """Decode the frame and the payload of a Ray or RPC call."""
     brought = opened(Parcel("link", 0, _frame(data), memoryview(data[-8:])))
     assert isinstance(brought, ProtocolError) or brought.message is not None
 
 
 def deltas(data: bytes) -> None:
-    """A delta: the first two bytes are the size of the payload that it is applied to."""
+    """Apply a delta. The first two bytes are the size of the payload that it is applied to."""
     payload = bytearray(int.from_bytes(data[:2], "big"))
     with contextlib.suppress(ProtocolError):
         apply(memoryview(data[2:]), memoryview(payload))
@@ -180,7 +182,7 @@ _LAYOUT = Layout([("a.weight", "float32", (2, 3)), ("b", "int8", ()), ("ö", "bf
 _EXTRAS = {"norm": {"t": torch.ones(2), "n": [1, 2.5, None, (True, "x")], 3: b"y"}, "other": 2**70}
 _FRAMES = [b"\1" + seed for seed in _SEEDS]
 
-#: Each decoder, and bytes that it understands.
+#: Each decoder with valid inputs for it.
 DECODERS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
     "messages": (messages, _FRAMES),
     "reports": (reports, [encode_report(_REPORT)]),

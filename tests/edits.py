@@ -1,4 +1,4 @@
-"""Bytes that are almost what a decoder understands: Hypothesis's edits of them, for tests and for `tests/fuzz.py`."""
+"""Hypothesis strategies for almost valid inputs of a decoder, for tests and for `tests/fuzz.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-#: How, where, and with which bytes.
+#: The kind of edit, the position, and the bytes. A cut removes as many bytes as the first of them says.
 Edit = tuple[str, int, bytes]
 edits: st.SearchStrategy[list[Edit]] = st.lists(
     st.tuples(st.sampled_from(["write", "insert", "cut"]), st.integers(0, 2**16), st.binary(min_size=1, max_size=9)),
@@ -16,7 +16,7 @@ edits: st.SearchStrategy[list[Edit]] = st.lists(
 
 
 def edited(data: bytes, changes: list[Edit]) -> bytes:
-    """The data after some edits."""
+    """The data after these edits."""
     for how, position, piece in changes:
         at = position % (len(data) + 1)
         behind = {"write": at + len(piece), "insert": at, "cut": at + piece[0]}[how]
@@ -25,12 +25,12 @@ def edited(data: bytes, changes: list[Edit]) -> bytes:
 
 
 def spliced(one: bytes, other: bytes, at: int) -> bytes:
-    """The beginning of one and the end of another."""
+    """The beginning of one byte string followed by the end of another."""
     return one[: at % (len(one) + 1)] + other[at % (len(other) + 1) :]
 
 
 def inputs(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """What to give a decoder that understands the seeds: edits of them, splices of them, and any bytes."""
+    """Inputs for a decoder to which the seeds are valid: edits and splices of the seeds, and arbitrary bytes."""
     seed = st.sampled_from(seeds)
     near = seed | st.builds(spliced, seed, seed, st.integers(0, 2**16))
     return st.builds(edited, near, edits) | st.binary(max_size=80)

@@ -1,4 +1,4 @@
-"""A server that speaks the routes of vLLM or SGLang, keeps the weights, and fails or stalls on request."""
+"""An HTTP server with the routes of vLLM and SGLang that keeps the weights, and fails or stalls on request."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ from torch import Tensor
 from weightsync.schemes.engines.carrier import Carrier
 from weightsync.schemes.engines.client import Bucket
 
-#: Seconds after which a stalled call ends by itself; reached only by a failure.
+#: Seconds after which a stalled call ends by itself. Only a failing test waits so long.
 PATIENCE = 60.0
 #: The routes of vLLM's weight transfer.
 _PHASES = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
 class EngineServer:
-    """The engine and its HTTP server, in threads of this process."""
+    """An engine and its HTTP server, in threads of this process."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.version = ""
-        #: The calls in order: their routes.
+        #: The routes called, in order.
         self.calls: list[str] = []
         self.bodies: dict[str, list[Any]] = defaultdict(list)
         self.paused = False
-        #: Tensors of each update call.
+        #: The bytes of tensors in each update call.
         self.sizes: list[int] = []
-        #: What the server does at a route, instead of what it should: statuses, "stall", "die", or both; "garbage" is
-        #: somebody else's page, "unsuccessful" and "wrong" are errors with the status of success, "half" is an answer
-        #: that ends before its body. With " after", it first does what it should. One per call; "serve" is what it
-        #: should.
+        #: How the server misbehaves at each route, one entry per call: a status; "stall", "die" or "stall and die";
+        #: "garbage", a page of another server; "unsuccessful" and "wrong", errors with the status of success; "half",
+        #: an answer without its body. With " after", it first handles the call correctly. "serve" is correct behaviour.
         self.plan: dict[str, list[int | str]] = defaultdict(list)
         self.stalled = threading.Event()
         self._released = threading.Event()
-        #: Whether a stalled call was hung up by its client.
+        #: Set when the client closes the connection of a stalled call.
         self.hung_up = threading.Event()
-        #: Where a carrier's tensors arrive.
+        #: The tensors that a carrier has sent beside the calls.
         self.carried: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
-        #: The engine's half of a transfer; None: the tensors come as `Inline` and `Beside` send them.
+        #: The engine's half of a transfer. None: the tensors arrive as `Inline` and `Beside` send them.
         self.half: Any = None
-        #: Nobody else gets it while the server is down.
+        #: No other process gets this port while the server is down.
         self.port = free_port()
         self._server = self._serve(self.port)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -65,7 +64,7 @@ class EngineServer:
                 engine.answer(self)
 
             def log_message(self, *_: Any) -> None:
-                """Quietly."""
+                """Log nothing."""
 
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         server.daemon_threads = False
@@ -87,7 +86,7 @@ class EngineServer:
         if planned in ("stall", "stall and die"):
             self._stall(handler.connection)
             if done and self.hung_up.is_set():
-                return  # to do it once more would undo what the client's next call does
+                return  # handling the call again would undo the effect of the client's next call
         if planned == "stall and die":
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
@@ -135,7 +134,7 @@ class EngineServer:
     def _tried(self, route: str, body: Any) -> tuple[int, Any]:
         try:
             return self._do(route, body)
-        except Exception as error:  # noqa: BLE001 - as a server does
+        except Exception as error:  # noqa: BLE001 - a server answers with the error
             return 500, {"error": repr(error)}
 
     def _do(self, route: str, body: Any) -> tuple[int, Any]:
@@ -203,18 +202,18 @@ class EngineServer:
         self.weights |= dict(bucket)
 
     def release(self) -> None:
-        """Let stalled calls go on."""
+        """Let stalled calls continue."""
         self._released.set()
 
     def die(self) -> None:
-        """End the server: nobody listens at its port any more."""
+        """End the server, and stop listening at its port."""
         self.release()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(PATIENCE)
 
     def restart(self) -> None:
-        """Listen again, at the same port, without weights."""
+        """Restart the server at the same port, without weights."""
         self.die()
         self.weights, self.calls, self.paused = {}, [], False
         self._released = threading.Event()
@@ -222,7 +221,7 @@ class EngineServer:
 
 
 class Inline(Carrier):
-    """Carries tensors in the calls themselves: a backend that only this server has."""
+    """A carrier that puts the tensors into the calls themselves. Only this server has this backend."""
 
     def init_info(self) -> dict[str, Any]:
         return {"backend": "inline"}
@@ -233,7 +232,7 @@ class Inline(Carrier):
 
 
 class Beside(Carrier):
-    """Carries tensors beside the calls, as NCCL does."""
+    """A carrier that transfers the tensors outside the calls, as NCCL does."""
 
     def __init__(self, server: EngineServer) -> None:
         self._server = server

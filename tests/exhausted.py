@@ -1,4 +1,4 @@
-"""A process without file descriptors, for the length of a block."""
+"""Limit the file descriptors of this process during a block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """Let this process open no more than ``count`` descriptors inside the block: no garbage is collected there."""
+    """Let this process open at most ``count`` descriptors inside the block, with garbage collection disabled."""
     gc.collect()
     gc.disable()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
-    # All numbers below the limit are taken: those that are free below the highest one too.
+    # Take all numbers below the limit, including the free ones below the highest descriptor that is open.
     limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 8 + count
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:

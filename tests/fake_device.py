@@ -1,7 +1,7 @@
-"""A device without hardware: its kernels are slow threads over shared memory of the host.
+"""A fake GPU: its kernels run in threads, on shared memory of the host.
 
-A launch returns at once; its kernel runs later, in the order of its stream. So a missing wait shows as a torn read, as
-it would on a GPU. Its tensors are tensors of the CPU: while it is installed, all of them are on it.
+A launch returns at once, and its kernel runs later, in the order of its stream. So a missing wait shows as a torn read,
+as it would on a GPU. While the device is installed, it counts as the device of all CPU tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kernel = Callable[[], None]
 
 
 class Lane(NamedTuple):
-    """One stream of one process. A test may play several processes in one."""
+    """One stream of one process. A test may simulate several processes in one."""
 
     process: str = "this process"
     stream: str = "default"
@@ -40,7 +40,7 @@ _lane: ContextVar[Lane] = ContextVar("lane", default=Lane())  # noqa: B039 - a t
 
 @contextlib.contextmanager
 def on_lane(process: str, stream: str = "default") -> Iterator[None]:
-    """Be that process, with that current stream, for the block."""
+    """Inside the block, act as this process with this current stream."""
     token = _lane.set(Lane(process, stream))
     try:
         yield
@@ -49,7 +49,7 @@ def on_lane(process: str, stream: str = "default") -> Iterator[None]:
 
 
 class _Stream:
-    """Runs kernels one after another on a thread of its own."""
+    """Runs kernels in order, on a thread of its own."""
 
     def __init__(self) -> None:
         self._kernels: SimpleQueue[Kernel | None] = SimpleQueue()
@@ -68,9 +68,9 @@ class _Stream:
         while (kernel := self._kernels.get()) is not None:
             try:
                 kernel()
-            except BaseException as error:  # noqa: BLE001 - as on a device, the next wait raises it
+            except BaseException as error:  # noqa: BLE001 - the next wait raises it, as on a GPU
                 self._error = error
-            del kernel  # what it read and wrote is not this thread's to keep
+            del kernel  # or this thread would keep its tensors alive
             with self._changed:
                 self._unfinished -= 1
                 self._changed.notify_all()
@@ -92,17 +92,17 @@ class _Stream:
 
 
 class Pinned:
-    """Memory of the host that counts as pinned until this is gone."""
+    """Marks host memory as pinned for as long as this object exists."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
 
 
 class FakeDevice:
-    """A device: see `weightsync.weights.device.base.Device`. Close it to end its threads.
+    """A `weightsync.weights.device.base.Device`. Close it to end its threads.
 
     Args:
-        capacity: the bytes that it has.
+        capacity: the size of the device's memory, in bytes.
     """
 
     identity = b"fake device 0001"
@@ -113,20 +113,20 @@ class FakeDevice:
         self._watchers: WeakSet[KeepsAddresses] = WeakSet()
         self._captured = False
         self._forms: WeakKeyDictionary[object, list[object]] = WeakKeyDictionary()
-        #: Called between two tensors of a copy, on its stream.
+        #: Called between two tensors of a copy, on the stream of the copy.
         self.between: Kernel = lambda: None
-        #: Set when somebody waits for kernels that have not ended.
+        #: Set when a call waits for kernels that have not ended.
         self.waited = threading.Event()
-        #: Whether memory of the host can be pinned, and what is.
+        #: Whether host memory can be pinned, and which memory is.
         self.can_pin = True
         self.pinned: WeakSet[Pinned] = WeakSet()
 
     def opens(self) -> tuple[bytes, ...]:
-        """Its own identity: it has no peers."""
+        """The identity of this device: it cannot open the memory of any other."""
         return (self.identity,)
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """Shared memory of the host."""
+        """Allocate shared memory of the host."""
         if nbytes > self._free:
             raise DeviceError(f"The fake device has {self._free} bytes left, {nbytes} were wanted.")
         fd = os.memfd_create("weightsync fake device", os.MFD_CLOEXEC)
@@ -135,21 +135,21 @@ class FakeDevice:
         return DeviceMemory(self, _flat(fd, nbytes), fd)
 
     def open(self, fd: int, nbytes: int) -> DeviceMemory:
-        """The same memory, mapped again."""
+        """Map the memory of an allocation again."""
         try:
             return DeviceMemory(self, _flat(fd, nbytes))
         except (OSError, ValueError) as error:
             raise DeviceError(f"The fake device cannot open a slot of {nbytes} bytes: {error}.") from error
 
     def launch(self, kernel: Kernel) -> None:
-        """Run a kernel behind what the current stream holds. Returns at once."""
+        """Queue a kernel on the current stream, and return at once."""
         lane = _lane.get()
         if lane not in self._streams:
             self._streams[lane] = _Stream()
         self._streams[lane].launch(kernel)
 
     def copy(self, into: Sequence[Tensor], tensors: Sequence[Tensor], form_key: object | None = None) -> None:
-        """A kernel that copies tensor by tensor. What is known of a form by its key must still be so."""
+        """Launch a kernel that copies tensor by tensor, and check that equal keys mean equal forms of the tensors."""
         pairs = list(zip(into, tensors, strict=True))
 
         def kernel() -> None:
@@ -165,21 +165,21 @@ class FakeDevice:
         self.launch(kernel)
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
-        """One kernel a piece."""
+        """Copy to the host, with one kernel for each piece."""
         with torch.inference_mode():
             for piece in pieces:
                 self.copy(piece.among(piece.host), piece.tensors, piece.form_key)
         self.finish()
 
     def from_host(self, pieces: Sequence[Piece]) -> None:
-        """One kernel a piece."""
+        """Copy from the host, with one kernel for each piece."""
         with torch.inference_mode():
             for piece in pieces:
                 self.copy(piece.tensors, piece.among(piece.host), piece.form_key)
         self.finish()
 
     def register(self, view: memoryview, read_only: bool) -> object | None:
-        """Note it; the memory stays as it is."""
+        """Note the memory as pinned, without changing it. Returns None if it cannot be pinned."""
         if not self.can_pin or view.readonly is not read_only:
             return None
         made = Pinned(view)
@@ -187,12 +187,12 @@ class FakeDevice:
         return made
 
     def watch_captures(self, watcher: KeepsAddresses) -> bool:
-        """See `FakeDevice.capture`."""
+        """Register a watcher for `FakeDevice.capture`. Returns whether a graph was captured already."""
         self._watchers.add(watcher)
         return self._captured
 
     def capture(self) -> None:
-        """Begin to capture a graph, which keeps addresses."""
+        """Tell all watchers that a graph, which keeps addresses, is being captured."""
         for watcher in list(self._watchers):
             watcher.keep_addresses()
         self._captured = True
@@ -212,13 +212,13 @@ class FakeDevice:
             stream.drain()
 
     def close(self) -> None:
-        """End its threads, once their kernels have ended."""
+        """End the threads of all streams, once their kernels have ended."""
         for stream in self._streams.values():
             stream.close()
 
 
 def _form_of(tensor: Tensor, in_slot: bool) -> object:
-    """What a device keeps of a tensor that it copies again and again: of a slot's view not where it is."""
+    """What a device may cache about a tensor that it copies repeatedly: the address too, except for a slot's views."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, 0 if in_slot else tensor.data_ptr()
 
 
@@ -241,7 +241,7 @@ class _Backend:
 
 @contextlib.contextmanager
 def fake_device(device: FakeDevice | None = None) -> Iterator[FakeDevice]:
-    """Have all tensors of the CPU in this process on a fake device."""
+    """Make a fake device the device of all CPU tensors in this process."""
     made = device or FakeDevice()
     with installed("cpu", _Backend(made)):
         try:

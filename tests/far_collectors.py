@@ -1,8 +1,9 @@
-"""One of TorchRL's collectors with workers over RPC or torch.distributed, on our schemes, in one situation.
+"""Run one situation of a TorchRL collector with workers over RPC or torch.distributed, on our schemes.
 
     python far_collectors.py rpc|distributed SITUATION PORT
 
-It prints one line of JSON a step, and "over" once the collector is shut down and nothing is left in this process.
+It prints one line of JSON for each step. The last one, "over", follows when the collector is shut down and all child
+processes have ended. It lists the threads of weightsync that are left.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def say(step: str, what: Any) -> None:
 
 
 class Run:
-    """A collector and what it collects.
+    """A collector and its batches.
 
     Args:
         kind: "rpc" or "distributed".
-        port: a free port, with free ones behind it.
-        strategy: the strategy of the scheme; None: its default.
-        updater: what pushes in the scheme's place.
-        workers: how many.
-        options: for the collector.
+        port: a free port, followed by more free ones.
+        strategy: the strategy of the scheme. None: its default.
+        updater: a weight updater, which pushes the weights instead of the scheme.
+        workers: the number of workers.
+        options: further arguments of the collector.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Run:
         return sorted(chosen(next(self.batches)))
 
     def actions(self) -> list[list[int]]:
-        """The actions of each worker in the next batch; RPC's workers are in the order in which they answered."""
+        """The actions of each worker in the next batch, sorted, since RPC's workers answer in any order."""
         return sorted(sorted(chosen(part)) for part in next(self.batches).reshape(-1).split(FRAMES // WORKERS))
 
     def served(self) -> list[int]:
@@ -76,7 +77,7 @@ class Run:
 
 
 def a_policy(make: Callable[..., Run]) -> Run:
-    """Weights of every form, the trainer's own, and those for one worker."""
+    """Send weights in every form, the trainer's own weights, and weights for one worker."""
     made = policy(0)
     run = make(policy=made)
     say("first", run.acted())
@@ -99,7 +100,7 @@ def a_policy(make: Callable[..., Run]) -> Run:
 
 
 def factories(make: Callable[..., Run]) -> Run:
-    """No policy in the trainer, and weights worker by worker."""
+    """Run without a policy in the trainer, and send weights for single workers."""
     run = make(policy_factory=[functools.partial(policy, 0), functools.partial(policy, 0)], strategy="tensordict")
     say("first", run.acted())
     run.collector.update_policy_weights_(policy(1))
@@ -112,7 +113,7 @@ def factories(make: Callable[..., Run]) -> Run:
 
 
 def without_weights(make: Callable[..., Run]) -> Run:
-    """`RandomPolicy`: versions and acks as ever."""
+    """Run a `RandomPolicy`, which has no weights: versions and acks work as usual."""
     run = make(policy=random_policy())
     say("frames", next(run.batches).numel())
     before = run.served()
@@ -123,7 +124,7 @@ def without_weights(make: Callable[..., Run]) -> Run:
 
 
 def workers_of_workers(make: Callable[..., Run]) -> Run:
-    """Each worker has workers of its own, which act by what was sent too."""
+    """Run a worker that has workers of its own, which receive the weights too."""
     run = make(
         workers=1,
         policy_factory=functools.partial(policy, 0),
@@ -137,7 +138,7 @@ def workers_of_workers(make: Callable[..., Run]) -> Run:
 
 
 class OverRpc(WeightUpdaterBase):
-    """An updater of ours: it calls TorchRL's collectors in their processes."""
+    """An updater that calls TorchRL's collectors in their processes by RPC."""
 
     def all_worker_ids(self) -> list[int]:
         return list(range(WORKERS))
@@ -147,7 +148,7 @@ class OverRpc(WeightUpdaterBase):
 
 
 class OverStore(OverRpc):
-    """The same in the words of TorchRL's worker loops over torch.distributed."""
+    """An updater that sends the instructions of TorchRL's worker loops over torch.distributed."""
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> Any:
         store, rank = self.collector._store, worker_id + 1

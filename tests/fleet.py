@@ -1,7 +1,7 @@
-"""Workers for tests: processes that do one thing after another on request, and what they do.
+"""Worker processes for tests, and the functions that tests run in them.
 
-Everything here is importable by a process of any start method. Nothing waits without a bound: a worker that does not
-answer within `PATIENCE` fails the test.
+Processes of any start method can import everything here. A worker that does not answer within `PATIENCE` fails the
+test.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from torch import nn
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightReceiver, WeightSender
 from weightsync.engine import recorder
 
-#: Seconds after which a test gives up; reached only by a failure.
+#: Seconds after which a test gives up. Only a failing test waits so long.
 PATIENCE = 60.0
 SCHEMES = {"pipe": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme}
 
 
 @pytest.fixture(params=list(SCHEMES.values()), ids=list(SCHEMES))
 def scheme_class(request: pytest.FixtureRequest) -> Any:
-    """Each scheme over pipes in turn."""
+    """Each scheme over pipes, in turn."""
     return request.param
 
 
 def functions_called(call: Callable[[], object]) -> list[CodeType]:
-    """The Python functions that a call calls in this thread, in order; the garbage collector calls none of them."""
+    """The code of the Python functions that run in this thread during a call, in order, with garbage collection off."""
     found: list[CodeType] = []
     note_calls(call, lambda frame: found.append(frame.f_code))
     return found
 
 
 def note_calls(call: Callable[[], object], note: Callable[[FrameType], object]) -> None:
-    """Call, and give ``note`` the frame of each Python function that is called in this thread, as it begins."""
+    """Make a call, and pass ``note`` the frame of each Python function that begins in this thread meanwhile."""
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
@@ -66,17 +66,17 @@ def note_calls(call: Callable[[], object], note: Callable[[FrameType], object]) 
 
 
 def small(fill: float = 0.0) -> nn.Module:
-    """A model whose weights travel inline: a few hundred bytes."""
+    """A model whose weights travel inline, of a few hundred bytes."""
     return filled(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), fill)
 
 
 def large(fill: float = 0.0) -> nn.Module:
-    """A model whose weights travel in a segment: 160 KiB."""
+    """A model whose weights travel in a segment, of 160 KiB."""
     return filled(nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 200)), fill)
 
 
 def filled(model: nn.Module, fill: float) -> nn.Module:
-    """The model, all its weights set to ``fill``."""
+    """Set all weights of a model to ``fill``, and return the model."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(fill)
@@ -94,7 +94,7 @@ def constants(model: nn.Module) -> set[float]:
 class Pair:
     """A sender and its receivers in this process, over real pipes: one thread can drive both ends."""
 
-    #: Seconds until a version has arrived.
+    #: Seconds for which a receiver waits for a version.
     arrival = 0.0
 
     def __init__(self, scheme_class: Any, workers: int = 1, model: Callable[..., nn.Module] = small) -> None:
@@ -118,7 +118,7 @@ class Pair:
         return self.models[0]
 
     def sync(self, weights: Any = None, worker_ids: Any = None) -> Any:
-        """One whole send to those named, or all."""
+        """Send to these workers, or to all, let their receivers apply the version, and return the report."""
         targets = self.sender.send_async(weights, worker_ids).outcomes
         for index, receiver in enumerate(self.receivers):
             receiver.receive(timeout=self.arrival if index in targets else 0.0)
@@ -153,7 +153,7 @@ def three(scheme_class: Any) -> Iterator[Pair]:
 
 
 class WorkerSetup:
-    """What a worker process has in its hands."""
+    """The objects of a worker process: the first argument of every function that a test runs in it."""
 
     def __init__(self, scheme: Any, pipe: Any) -> None:
         self.scheme = scheme
@@ -164,7 +164,7 @@ class WorkerSetup:
 
 
 def work(control: Any, scheme: Any, pipe: Any) -> None:
-    """Run a worker process: execute each request until one ends it or the other end is gone."""
+    """Main function of a worker process: run each requested function, until told to end or the test is gone."""
     torch.set_num_threads(1)
     setup = WorkerSetup(scheme, pipe)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -172,12 +172,12 @@ def work(control: Any, scheme: Any, pipe: Any) -> None:
             function, arguments = asked
             try:
                 control.send((True, function(setup, *arguments)))
-            except Exception as error:  # noqa: BLE001 - the test gets it
+            except Exception as error:  # noqa: BLE001 - passed to the test
                 control.send((False, error))
 
 
 class Worker:
-    """A worker process, from the test's side."""
+    """A worker process, as the test sees it."""
 
     def __init__(self, context: Any, scheme: Any, hold: Any = None) -> None:
         self.pipe, theirs = context.Pipe()
@@ -192,15 +192,15 @@ class Worker:
         return self.process.pid
 
     def tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have it do something, and go on."""
+        """Request a function call in the worker, without waiting for the answer."""
         self._control.send((function, arguments))
 
     def answered(self) -> bool:
-        """Whether `answer` would not wait."""
+        """Whether the answer has arrived, so that `answer` returns at once."""
         return self._control.poll(0)
 
     def answer(self) -> Any:
-        """What came of it."""
+        """Wait for the result of the oldest unanswered request. Raises the error if the function raised one."""
         assert self._control.poll(PATIENCE), f"{self.process} does not answer"
         fine, value = self._control.recv()
         if not fine:
@@ -208,12 +208,12 @@ class Worker:
         return value
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Have it do something, and wait for what comes of it."""
+        """Call a function in the worker, and wait for its result."""
         self.tell(function, *arguments)
         return self.answer()
 
     def stop(self) -> None:
-        """SIGSTOP it, and wait until it is stopped."""
+        """Send SIGSTOP, and wait until the process has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED) if _is_our_child(self.pid) else _await_state(self.pid, "T")
 
@@ -221,12 +221,12 @@ class Worker:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.process.join(PATIENCE)
 
     def end(self) -> None:
-        """Let it return, or kill it."""
+        """Tell the process to end, and kill it if it does not."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGCONT)
             self._control.send(None)
@@ -242,24 +242,24 @@ def _is_our_child(pid: int) -> bool:
 
 
 def stat_of(pid: int | str) -> list[str]:
-    """Fields of /proc/pid/stat from the third on: the process's state, its parent ..."""
+    """The fields of /proc/pid/stat from the third on: the state of the process, its parent and so on."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def _await_state(pid: int, state: str) -> None:
-    """Wait until every thread of the process is in that state: a stop reaches one after another."""
+    """Wait until every thread of the process is in this state, since a signal stops one after another."""
     while any(each != state for each in _states_of(pid)):
         os.sched_yield()
 
 
 def _states_of(pid: int) -> Iterator[str]:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             yield stat_of(f"{pid}/task/{task.name}")[0]
 
 
 class Crew:
-    """Starts workers; all have ended when the test has."""
+    """Starts workers, and ends all of them at the end of the test."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -271,7 +271,7 @@ class Crew:
         return started
 
     def lead(self, scheme: Any, workers: list[Worker]) -> Worker:
-        """Start a process that holds the trainer's ends of the pipes to ``workers``, and keep none of them here."""
+        """Start a process with the trainer's ends of the pipes to ``workers``, and close these ends here."""
         leader = Worker(self.context, scheme, [worker.pipe for worker in workers])
         for worker in workers:
             worker.pipe.close()
@@ -285,13 +285,13 @@ class Crew:
 
 @pytest.fixture
 def crew(forkserver: Any) -> Iterator[Crew]:
-    """Starts workers by forkserver."""
+    """A crew whose workers are started by forkserver."""
     made = Crew(forkserver)
     yield made
     made.end()
 
 
-# ------------------------------------------------------------------------------ what workers can be asked to do
+# ------------------------------------------------------------------------------ functions to run in workers
 
 
 def join(setup: WorkerSetup, make: Callable[..., nn.Module] = small) -> None:
@@ -306,14 +306,14 @@ def receive(setup: WorkerSetup, timeout: float | None = PATIENCE) -> bool:
 
 
 def serve(setup: WorkerSetup, version: int) -> int | None:
-    """Receive until that version, or a newer one, is served."""
+    """Receive until this version or a newer one is served. Returns the version."""
     while (setup.receiver.version or 0) < version:
         assert setup.receiver.receive(timeout=PATIENCE)
     return setup.receiver.version
 
 
 def serve_until_gone(setup: WorkerSetup) -> str:
-    """Receive until the sender is gone; what `receive` then said."""
+    """Receive until the sender is gone. Returns the message of the error."""
     try:
         while True:
             setup.receiver.receive(timeout=None)
@@ -322,7 +322,7 @@ def serve_until_gone(setup: WorkerSetup) -> str:
 
 
 def shows(setup: WorkerSetup) -> tuple[str, int | None, set[float], bytes]:
-    """State, version, the values of the weights, digest."""
+    """The receiver's state and version, the distinct values of the weights, and the digest."""
     receiver = setup.receiver
     return receiver.state.value, receiver.version, constants(setup.model), receiver.digest()
 
@@ -335,7 +335,7 @@ def command(setup: WorkerSetup, make: Callable[..., nn.Module] = small, fill: fl
 
 
 def publish(setup: WorkerSetup, times: int = 1) -> int:
-    """Send that often; the last version."""
+    """Send this many times. Returns the last version."""
     version = 0
     for _ in range(times):
         version = setup.kept["sender"].send(timeout=PATIENCE).version
@@ -350,7 +350,7 @@ def leave(setup: WorkerSetup) -> None:
 
 
 def descriptors() -> dict[str, str]:
-    """This process's open descriptors, but for that of the test's own trace."""
+    """The open descriptors of this process, except the trace file of the test."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -359,12 +359,12 @@ def descriptors() -> dict[str, str]:
 
 
 def opened_since(before: dict[str, str]) -> dict[str, str]:
-    """This process's descriptors that were not open before; what earlier tests left may have been closed since."""
+    """The descriptors that this process has opened since ``before``, regardless of those closed since."""
     return {fd: name for fd, name in descriptors().items() if before.get(fd) != name}
 
 
 def segments(pid: int | str = "self") -> int:
-    """How many segments of ours a process holds descriptors of."""
+    """The number of weightsync segments of which a process has a descriptor."""
     held = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -374,13 +374,13 @@ def segments(pid: int | str = "self") -> int:
 
 
 def mapped(pid: int | str = "self") -> int:
-    """How many distinct segments of ours a process maps."""
+    """The number of distinct weightsync segments that a process maps."""
     lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     return len({line.split()[4] for line in lines if "memfd:weightsync" in line})
 
 
 def free_port() -> int:
-    """A port for a process that will listen there soon, below those that the kernel gives to whoever asks meanwhile."""
+    """A free port, outside the range from which the kernel assigns ports, so that it stays free until it is used."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     ports = range(max(1026, first - 8192), first) or range(1026, 65536)
     while True:
@@ -390,5 +390,5 @@ def free_port() -> int:
 
 
 def raw(connection: Any) -> Connection:
-    """A second connection over the same descriptor, to write what the library never would."""
+    """A second connection over the same descriptor, for writing bytes that the library never writes."""
     return Connection(os.dup(connection.fileno()))

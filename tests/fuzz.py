@@ -1,11 +1,14 @@
-"""Has atheris and Hypothesis look for bytes that a decoder answers with anything but a typed error: `make fuzz`.
+"""Fuzz the decoders with atheris and Hypothesis, to find bytes that raise anything but a typed error: `make fuzz`.
 
     python tests/fuzz.py SECONDS [NAME...]
 
-has atheris look so many seconds at each of `decoders.DECODERS`, and Hypothesis half as long; where atheris is not
-installed, Hypothesis alone looks for all of that time. Each look is a process of its own, as many at a time as there
-are cores. What is found is printed and left in `crash-*`; `python tests/fuzz.py --again NAME FILE` tries such a file
-again.
+fuzzes the named decoders of `decoders.DECODERS`, or all of them: each with atheris for this many seconds, and with
+Hypothesis for half as long. Without atheris, Hypothesis runs for the whole time. Each run is a process of its own, and
+as many run at once as there are cores. A finding is printed, and its bytes are saved in `crash-*`.
+
+    python tests/fuzz.py --again NAME FILE
+
+runs a decoder on such a file again.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-#: How many examples Hypothesis tries before it looks at the clock.
+#: The number of examples that Hypothesis tries between two checks of the time.
 EXAMPLES = 500
-#: Seconds after which this many examples count as hung.
+#: Seconds after which a run of this many examples counts as hung.
 _HUNG_S = 120.0
-#: Hypothesis's share of the seconds, beside atheris.
+#: Hypothesis's share of the seconds if atheris is installed.
 _SHARE = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """Fuzz the decoders; 1 if one of them failed."""
+    """Fuzz the decoders. Returns 1 if one of them failed."""
     if arguments[:1] == ["--again"]:
         _decoder(arguments[1])[0](Path(arguments[2]).read_bytes())
         return 0
@@ -41,7 +44,7 @@ def main(arguments: list[str]) -> int:
         _look_at(*arguments[1:])
         return 0
     seconds, *names = arguments
-    from decoders import DECODERS  # noqa: PLC0415 - in the other processes it is instrumented first
+    from decoders import DECODERS  # noqa: PLC0415 - the other processes instrument it before they import it
 
     chosen = [(name, engine, share) for engine, share in _engines(float(seconds)) for name in names or DECODERS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -52,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _engines(seconds: float) -> list[tuple[str, float]]:
-    """What looks at each decoder, and for how long. The longer ones come first."""
+    """The engines that fuzz each decoder, and for how many seconds. The longer run comes first."""
     if importlib.util.find_spec("atheris") is None:
         print("atheris is not installed: Hypothesis alone.")
         return [("hypothesis", seconds)]
@@ -66,7 +69,7 @@ def _decoder(name: str):
 
 
 def _passes(name: str, engine: str, seconds: float, seeds: list[bytes]) -> bool:
-    """Fuzz one decoder in a process of its own, beginning with the seeds; whether nothing was found."""
+    """Fuzz one decoder in a process of its own, starting from the seeds. Returns whether nothing was found."""
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds):
             Path(folder, f"seed{number}").write_bytes(seed)
@@ -79,9 +82,9 @@ def _passes(name: str, engine: str, seconds: float, seeds: list[bytes]) -> bool:
 
 
 def _fuzz(name: str, seconds: str, folder: str) -> None:
-    """Fuzz one decoder; atheris ends the process."""
+    """Fuzz one decoder with atheris, which ends the process."""
     import atheris  # noqa: PLC0415
-    import tensordict  # noqa: F401, PLC0415 - not instrumented, as torch
+    import tensordict  # noqa: F401, PLC0415 - imported before the instrumentation, like torch
     import torch  # noqa: F401, PLC0415
 
     with atheris.instrument_imports(include=["weightsync", "decoders"]):
@@ -97,10 +100,10 @@ def _look_at(name: str, seconds: str, folder: str) -> None:
 
 
 def look(decode: Callable[[bytes], None], seeds: list[bytes], seconds: float, crash: Path) -> int:
-    """Have Hypothesis try other examples for so long, and at least once; returns how many.
+    """Fuzz a decoder with Hypothesis for this many seconds, in at least one run. Returns the number of examples.
 
     Raises:
-        Exception: what the decoder raised for the simplest bytes that were found, which are then in ``crash``.
+        Exception: the decoder's error for the simplest bytes that were found, which are saved in ``crash``.
     """
     from edits import inputs  # noqa: PLC0415
     from hypothesis import HealthCheck, given, seed, settings  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Hours that take no time: a clock that passes a deadline while this thread waits for it."""
+"""A fake clock that passes a long deadline while this thread waits for it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from weightsync.testing import FakeClock
 
-#: The machine's seconds after which the clock moves: by then the call usually waits.
+#: Real seconds after which the clock moves. By then the call under test usually waits.
 SOON = 0.03
-#: The machine's seconds after which it moves again, for a call that took its deadline only after the clock had moved.
+#: Real seconds after which the clock moves again, for a call that computed its deadline only after the first move.
 AGAIN = 5.0
 
 
 @contextlib.contextmanager
 def hours(seconds: float) -> Iterator[FakeClock]:
-    """Inside the block time stands still, but soon that many seconds pass at once; on a slow machine, repeatedly."""
+    """Stop the clock inside the block, but soon advance it by this many seconds; on a slow machine repeatedly."""
     over = threading.Event()
 
     def move() -> None:

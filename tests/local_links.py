@@ -1,4 +1,4 @@
-"""Links inside one process, over a network that a test controls: it delays, loses, duplicates and cuts off messages."""
+"""Links inside one process, over a network on which a test delays, loses and duplicates messages, and cuts links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.transports.buffers import Buffer, Pins
 
 
 class Side(Enum):
-    """An end of a pair."""
+    """One end of a pair of links."""
 
     FIRST = "first"
     SECOND = "second"
@@ -31,7 +31,7 @@ class Side(Enum):
 class Pace(Enum):
     """When a sent message arrives."""
 
-    #: At once, in order.
+    #: Immediately and in order.
     PROMPT = "prompt"
     #: When the test delivers it.
     HELD = "held"
@@ -47,12 +47,12 @@ class Parcel:
 
 
 class Network:
-    """The network between the two ends of a pair, and the faults that a test causes in it.
+    """The network between the two ends of a pair of links, and the faults that a test causes on it.
 
-    It keeps the promises of its delivery: a test that asks for more disorder gets a ConfigurationError.
+    The network keeps what its delivery guarantees: asking for any other fault raises ConfigurationError.
 
     Args:
-        delivery: what the network promises.
+        delivery: what the network may do to messages.
         pace: when a sent message arrives.
     """
 
@@ -73,7 +73,7 @@ class Network:
         return tuple(self._flying)
 
     def deliverable(self) -> tuple[Parcel, ...]:
-        """The messages that may arrive next: any of them, or each side's oldest where order is promised."""
+        """The messages that may arrive next: all in flight, or only the oldest to each side if the link keeps order."""
         if self.delivery.reorders:
             return self.in_flight
         oldest: dict[Side, Parcel] = {}
@@ -96,7 +96,7 @@ class Network:
                 self.deliver(self._flying[0])
 
     def drop(self, parcel: Parcel) -> None:
-        """Lose a message, and keep the link alive."""
+        """Lose a message without breaking the link."""
         self._require(self.delivery.loses, "to lose nothing")
         self._flying.remove(parcel)
 
@@ -112,14 +112,14 @@ class Network:
             raise ConfigurationError(f"A network of delivery {self.delivery.name} promised {promised}.")
 
     def cut(self) -> None:
-        """Break the link while both ends live: messages in flight are lost, and both ends notice if they can."""
+        """Break the link: messages in flight are lost. Both ends live on, and notice if the delivery loses nothing."""
         with self.lock:
             self._flying.clear()
             for side in Side:
                 self._end(side, "was cut")
 
     def crash(self, side: Side) -> None:
-        """End the process at that side: messages in flight are lost, and the other end notices if it can."""
+        """Kill the process at this side: messages in flight are lost. The other end notices if nothing may get lost."""
         with self.lock:
             self._flying.clear()
             self._crashed.add(side)
@@ -127,11 +127,11 @@ class Network:
             self._end(side.other, "has ended: its process is dead")
 
     def crashed(self, side: Side) -> bool:
-        """Whether the process at that side is dead."""
+        """Whether the process at this side is dead."""
         return side in self._crashed
 
     def post(self, to: Side, received: Received) -> None:
-        """Put a message in flight. For the links."""
+        """Put a message in flight. Called by the links."""
         with self.lock:
             self.require_alive(to.other)
             if to in self._crashed:
@@ -142,7 +142,7 @@ class Network:
                 self.deliver(parcel)
 
     def take(self, side: Side) -> list[Received]:
-        """The messages that have arrived at that side. For the links."""
+        """Take the messages that have arrived at this side. Called by the links."""
         with self.lock:
             if side in self._wakers:
                 self._wakers[side].clear()
@@ -156,7 +156,7 @@ class Network:
             return arrived
 
     def leave(self, side: Side) -> None:
-        """Close the link at that side; its messages in flight may still arrive. For the links."""
+        """Close the link at this side. Messages that it has sent may still arrive. Called by the links."""
         with self.lock:
             if side in self._wakers:
                 self._wakers.pop(side).close()
@@ -167,7 +167,7 @@ class Network:
             self._end(side.other, "was closed by the other end")
 
     def waker(self, side: Side) -> Waker:
-        """The waker that is fired when something arrives at that side. For the links."""
+        """The waker that fires when a message arrives at this side, or the link ends. Called by the links."""
         with self.lock:
             if side not in self._wakers:
                 self._wakers[side] = Waker()
@@ -176,7 +176,7 @@ class Network:
             return self._wakers[side]
 
     def require_alive(self, side: Side) -> None:
-        """Raise TransportError if that side's end is dead or broken. For the links."""
+        """Raise TransportError if the process at this side is dead or its link is broken. Called by the links."""
         if side in self._crashed:
             raise TransportError("This end's process is dead.")
         if side in self._ended:
@@ -193,7 +193,7 @@ class Network:
 
 
 class LocalLink:
-    """One end of a `local_pair`. See `weightsync.transports.base.Link` for its contract."""
+    """One end of a `local_pair`. `weightsync.transports.base.Link` states the contract."""
 
     def __init__(self, network: Network, side: Side, payloads: Payloads) -> None:
         self.network = network
@@ -205,11 +205,11 @@ class LocalLink:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end."""
+        """The description of the other end."""
         return f"the {self.side.other.value} end"
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
-        """Put a message in flight, as encoded and decoded: see `Link.send`."""
+        """Put a message in flight, after encoding and decoding it: see `Link.send`."""
         self._require_open()
         carried = codec.decode(codec.encode(message))
         if not isinstance(message, Update) or not message.nbytes:
@@ -223,12 +223,12 @@ class LocalLink:
         self.network.post(self.side.other, Received(carried, view))
 
     def flush(self) -> bool:
-        """Every message is sent at once."""
+        """Return True, since every message is sent at once."""
         self._require_open()
         return True
 
     def receive(self) -> list[Received]:
-        """The messages that have arrived: see `Link.receive`."""
+        """Return the messages that have arrived: see `Link.receive`."""
         self._require_open()
         arrived = self.network.take(self.side)
         for received in arrived:
@@ -236,15 +236,15 @@ class LocalLink:
         return arrived
 
     def waitables(self) -> list[int]:
-        """One descriptor, made at the first call."""
+        """The descriptor of this side's waker, which is created on the first call. Empty once the link is closed."""
         return [] if self._closed else [self.network.waker(self.side).fileno()]
 
     def wants_write(self) -> int | None:
-        """Nothing is ever queued."""
+        """Return None, since no message is ever queued."""
         return None
 
     def watch(self, pid: int, started: int) -> None:
-        """Do nothing: the network reports deaths."""
+        """Do nothing, since the network reports a death."""
 
     def close(self) -> None:
         """Close the link: see `Link.close`."""
@@ -268,15 +268,15 @@ def local_pair(
     pace: Pace = Pace.PROMPT,
     payloads: Payloads = Payloads.INLINE,
 ) -> tuple[LocalLink, LocalLink]:
-    """Two links that are each other's peer.
+    """Two links that are connected to each other.
 
     Args:
-        delivery: what the network between them promises, and so which faults it may have.
+        delivery: what the network between them may do to messages, and so which faults a test can cause.
         pace: when a sent message arrives.
-        payloads: INLINE copies a payload when it is sent; SHARED gives the receiver the sender's own buffer.
+        payloads: INLINE copies a payload when it is sent. SHARED gives the receiver the sender's own buffer.
 
     Returns:
-        The first and the second end; ``.network`` of either controls the network between them.
+        The first and the second end. ``.network`` of either end controls the network between them.
     """
     network = Network(delivery, pace)
     return LocalLink(network, Side.FIRST, payloads), LocalLink(network, Side.SECOND, payloads)

@@ -1,4 +1,4 @@
-"""What a test does where something that it needs is missing: it says loudly what was not tested, and in CI it fails."""
+"""Skip tests whose tools are missing, with a message that says what was not tested. In CI, fail instead."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weightsync.model.toolchain import Toolchain, ToolMissingError, find_toolcha
 
 
 def not_tested(what: str, why: object) -> NoReturn:
-    """Skip the test, or the module that is being imported; where CI is set fail, for CI has every tool.
+    """Skip the test, or the module that is being imported. If CI is set, fail, since CI has every tool.
 
     Args:
-        what: what nobody has tested now.
-        why: the tool that is missing, and how it is had.
+        what: what was not tested, in capitals.
+        why: the tool that is missing, and how to install it.
     """
     said = f"{what} WAS NOT TESTED: {why}"
     if os.environ.get("CI"):
@@ -25,7 +25,7 @@ def not_tested(what: str, why: object) -> NoReturn:
 
 
 def without_gpus(what: str, why: object) -> NoReturn:
-    """Skip a test of GPUs: the only ones that CI may lack. With WEIGHTSYNC_GPUS set it fails all the same."""
+    """Skip a test that needs GPUs, which even CI may lack. If WEIGHTSYNC_GPUS is set, fail."""
     said = f"{what} WAS NOT TESTED: {why}"
     if os.environ.get("WEIGHTSYNC_GPUS"):
         pytest.fail(f"{said} (WEIGHTSYNC_GPUS says that there are some)")
@@ -33,7 +33,7 @@ def without_gpus(what: str, why: object) -> NoReturn:
 
 
 def installed(*modules: str, what: str, extra: str) -> None:
-    """Go on only if all of these modules can be imported. A folder of the tests that has a module's name is not it."""
+    """Skip unless all of these modules can be imported. A folder of tests with the name of a module does not count."""
     absent = [module for module in modules if _origin(module) is None]
     if absent:
         not_tested(what, f"no {' and no '.join(absent)} (pip install 'weightsync[{extra}]')")
@@ -41,11 +41,11 @@ def installed(*modules: str, what: str, extra: str) -> None:
 
 def _origin(module: str) -> str | None:
     spec = importlib.util.find_spec(module)
-    return None if spec is None else spec.origin  # a folder without __init__.py has none
+    return None if spec is None else spec.origin  # None for a folder without __init__.py
 
 
 def java_and_tlc(what: str) -> Toolchain:
-    """The tools of the model checker."""
+    """Java and TLC, or skip."""
     try:
         return find_toolchain()
     except ToolMissingError as error:

@@ -1,4 +1,4 @@
-"""Time that passes when a test says so, for deadlines that a busy machine must not decide."""
+"""A fake clock that a test's condition advances, so that a slow machine does not make a deadline pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.testing import FakeClock
 
 @contextlib.contextmanager
 def a_minute_passes_once(met: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block time stands still until the condition is met; then a bit over a minute passes at once."""
+    """Stop the clock inside the block until the condition is met, and then advance it by a little over a minute."""
     over = threading.Event()
 
     def advance() -> None:

@@ -1,4 +1,4 @@
-"""What a pool of payload buffers holds."""
+"""Count the buffers in a pool of payload buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightsync.transports.buffers import Pool
 
 
 class PoolStatistics(NamedTuple):
-    """The contents of a pool, without retired buffers."""
+    """The numbers of buffers in a pool by kind, and their bytes, without retired buffers."""
 
     buffers: int
     pinned: int
@@ -17,7 +17,7 @@ class PoolStatistics(NamedTuple):
 
 
 def statistics(pool: Pool) -> PoolStatistics:
-    """The current contents of a pool."""
+    """The current statistics of a pool."""
     held = [buffer for buffer in pool._buffers if not buffer.retired]
     return PoolStatistics(
         buffers=len(held),

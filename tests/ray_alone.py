@@ -1,7 +1,7 @@
-"""Ray clusters whose nodes come and go: each in a process of its own.
+"""Run tests that add and remove nodes of a Ray cluster in a process of their own.
 
-Adding a node forks the process that is connected to Ray. Then new connections of its gRPC may fail, or never open,
-and so may everything that the following tests need.
+Adding a node forks the process that is connected to Ray. Afterwards new gRPC connections of that process may fail or
+hang, and with them all later tests in it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from missing import not_tested
 from ray_cluster import INSTALLED, OBJECT_STORE_NBYTES, running
 from ray_environment import ENVIRONMENT
 
-#: Seconds; reached only by a failure.
+#: Seconds until the test fails. Only a failing test takes so long.
 PATIENCE = 240.0
 
 
 def alone(module: str, function: str) -> None:
-    """Call a function with a cluster, which nobody else uses, in a process of its own; fail as it fails."""
+    """Call a function with a Ray cluster of its own, in a separate process, and fail if it fails there."""
     if not INSTALLED:
         not_tested("THE DEATH OF A RAY NODE", "Ray is not installed (pip install 'weightsync[ray]')")
     command = [sys.executable, "-c", f"import ray_alone; ray_alone.call({module!r}, {function!r})"]
@@ -38,11 +38,11 @@ def alone(module: str, function: str) -> None:
 
 
 def call(module: str, function: str) -> None:
-    """What the process does."""
+    """Start a cluster and call the function with it. The separate process runs this."""
     with contextmanager(running)() as cluster:
         getattr(importlib.import_module(module), function)(cluster)
 
 
 def add_node(cluster: Any, resources: dict[str, int]) -> Any:
-    """One more node, which alone has these resources."""
+    """Add a node that is the only one with these resources."""
     return cluster.add_node(num_cpus=1, resources=resources, object_store_memory=OBJECT_STORE_NBYTES)

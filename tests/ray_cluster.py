@@ -1,4 +1,4 @@
-"""A real Ray cluster for the tests of all folders: started once, and nothing of it is left."""
+"""A real Ray cluster for the tests of all folders, started once per session. None of its processes may outlive it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OBJECT_STORE_NBYTES = 200 * 2**20
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """One head node, to which this process is connected. Tests may add nodes, and take them away again."""
+    """A cluster with one head node, to which this process is connected. Tests may add and remove nodes."""
     if not INSTALLED:
         not_tested("ANYTHING WITH RAY", "it is not installed (pip install 'weightsync[ray]')")
     with pytest.MonkeyPatch.context() as patched:
@@ -32,17 +32,18 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def in_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process count as an actor."""
+    """Make weightsync take this process for a Ray actor."""
     monkeypatch.setattr("weightsync.schemes.ray_server.own_actor", lambda: "an actor")
 
 
 def running() -> Iterator[Any]:
-    """A cluster of one node, to which this process is connected; nodes can be added. It is shut down after."""
+    """Start a cluster of one node, connect this process to it, and shut it down afterwards. Nodes can be added."""
     ray, utilities = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
-    # Short: Ray's sockets lie below it, and their names may have 107 characters.
+    # A short path: the paths of Ray's sockets begin with it, and may have at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ws", dir="/tmp")
     with pytest.MonkeyPatch.context() as patched:
-        # Where a cluster notes its address: in a folder that it does not make, and not where a user's may be noted.
+        # Ray writes the cluster's address into this folder, which must exist. The default folder may have the address
+        # of a user's cluster.
         patched.setenv("RAY_TMPDIR", folder)
         Path(folder, "ray").mkdir()
         made = utilities.Cluster(
@@ -66,7 +67,7 @@ def running() -> Iterator[Any]:
 
 
 def _left_of(folder: str) -> list[str]:
-    # A node's agents end once they find that it has.
+    # The agents of a node end only when they notice that the node has ended.
     given_up = time.monotonic() + 30
     while (left := _processes_of(folder)) and time.monotonic() < given_up:
         time.sleep(0.1)

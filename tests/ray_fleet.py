@@ -1,4 +1,4 @@
-"""Actors for tests: their classes, and what they can be asked to do."""
+"""Classes of Ray actors for tests, and functions that run in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightsync.schemes import ray_server
 INSTALLED = find_spec("ray.actor") is not None if find_spec("ray") else False
 ray: Any = importlib.import_module("ray") if INSTALLED else None
 
-#: Seconds after which a test gives up; reached only by a failure.
+#: Seconds after which a test gives up. Only a failing test waits so long.
 PATIENCE = 120.0
 
 
@@ -30,7 +30,7 @@ def small(fill: float = 0.0) -> nn.Module:
 
 
 def filled(model: nn.Module, fill: float) -> nn.Module:
-    """The model, all its weights set to ``fill``."""
+    """Set all weights of a model to ``fill``, and return the model."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(fill)
@@ -43,31 +43,31 @@ def constants(weights: Any) -> set[float]:
 
 
 class Bench:
-    """What the actors of tests have in common."""
+    """Base of the actors: a policy, and a method that runs any function of a test."""
 
     def __init__(self) -> None:
         self.start_over()
 
     def start_over(self) -> None:
-        """Be as new: no receiver, fresh weights."""
+        """Reset the actor: close all receivers, and make a new policy."""
         for actor_server in list(ray_server._servers.values()):
             if actor_server.receiver is not None:
-                actor_server.receiver.close()  # its background thread, too
+                actor_server.receiver.close()  # also ends its background thread
         ray_server._servers.clear()
         self.kept: dict[str, Any] = {}
         self.policy: Any = small()
         self.module: Any = None
 
     def do(self, function: Any, *arguments: Any) -> Any:
-        """Do what the test says."""
+        """Call a function of the test with this actor."""
         return function(self, *arguments)
 
     def shows(self) -> set[float]:
-        """The values of the weights."""
+        """The distinct values of the policy's weights."""
         return constants(self.policy.state_dict())
 
     def sleep(self, seconds: float) -> None:
-        """Be busy, so that what comes next waits."""
+        """Block the actor, so that the next call waits."""
         time.sleep(seconds)
 
     def pid(self) -> int:
@@ -75,14 +75,14 @@ class Bench:
 
 
 class WorkerSetup(Bench, WeightSyncActor):
-    """An actor with our receiver, in one line."""
+    """An actor that has a weightsync receiver by its base class alone."""
 
     def version(self, model_id: str = "policy") -> int | None:
         return self.weight_receiver(model_id).version
 
 
 class Threads(Bench, WeightSyncActor):
-    """The same, used with several threads."""
+    """An actor with a weightsync receiver, for use with several threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Threads(Bench, WeightSyncActor):
         self.inside = threading.Event()
 
     def serve(self) -> tuple[set[float], set[float]]:
-        """Hold the version served until asked to release it: what the weights were before and after."""
+        """Hold the version being served until `open_gate`. Returns the values of the weights before and after."""
         with self.weight_receiver().serving():
             before = self.shows()
             self.inside.set()
@@ -105,7 +105,7 @@ class Threads(Bench, WeightSyncActor):
 
 
 class Loop(WeightSyncActor):
-    """An async actor."""
+    """An async actor with a weightsync receiver."""
 
     def __init__(self) -> None:
         self.policy = small()
@@ -123,7 +123,7 @@ class Loop(WeightSyncActor):
 
 
 class TwoParts(Exception):
-    """An exception that can be pickled, and not unpickled: that would call it with one argument."""
+    """An exception that can be pickled but not unpickled, since unpickling calls it with one argument."""
 
     def __init__(self, reason: str, part: int) -> None:
         super().__init__(reason)
@@ -131,7 +131,7 @@ class TwoParts(Exception):
 
 
 class Plain(Bench):
-    """An actor that knows nothing of weightsync."""
+    """An actor without a weightsync receiver, whose method takes weights."""
 
     def update_policy_weights_(self, policy_or_weights: Any) -> str:
         if "raise" in self.kept:
@@ -149,18 +149,18 @@ class Plain(Bench):
 
 
 class Collector(Bench):
-    """An actor whose method is that of TorchRL's collectors: it takes TensorDicts."""
+    """An actor with the method of TorchRL's collectors, which takes TensorDicts."""
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **_: Any) -> None:
         TensorDict.from_module(self.policy).data.update_(policy_or_weights.data)
 
 
 class Stranger(Bench):
-    """An actor without any method that takes weights."""
+    """An actor without a method that takes weights."""
 
 
 class Module:
-    """An actor as TorchRL's RayModuleTransform makes it, without our receiver."""
+    """An actor like those of TorchRL's RayModuleTransform, without a weightsync receiver."""
 
     def __init__(self) -> None:
         self.module = small()
@@ -184,7 +184,7 @@ def state(actor: Bench) -> dict[str, torch.Tensor]:
 
 
 def init_by_hand(actor: Bench, how: str) -> str:
-    """What a user may do in an actor before anybody calls."""
+    """Initialise the worker's side inside the actor, as a user may do before the first call."""
     scheme = RayWeightSyncScheme()
     if how == "model":
         scheme.init_on_worker("policy", model=actor.policy)

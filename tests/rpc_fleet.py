@@ -1,4 +1,4 @@
-"""RPC worlds for tests: a trainer and its workers, each a process of its own, and what they can be asked to do."""
+"""RPC worlds for tests: a trainer and its workers, one process each, and functions that run in them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _numbers = itertools.count()
 
 
 class World:
-    """One RPC world: ``trainer``, and ``w0``, ``w1`` ... Nothing of RPC runs in the test's own process.
+    """One RPC world: ``trainer``, and ``w0``, ``w1`` ... The test's own process is not in it.
 
     Args:
-        context: starts its processes.
-        folder: where its store lies.
-        workers: how many.
-        over: what RPC runs over, and its timeout in seconds.
+        context: the multiprocessing context that starts the processes.
+        folder: the folder for the file of the store.
+        workers: the number of workers.
+        over: RPC's timeout in seconds, and TensorPipe's transports and channels.
     """
 
     def __init__(self, context: Any, folder: Path, workers: int, **over: Any) -> None:
@@ -43,7 +43,7 @@ class World:
         self.begin()
 
     def begin(self) -> None:
-        """Let all of them join, with a store that nobody has used."""
+        """Let all processes join a world, with a new store."""
         self.options = {"init_method": f"file://{self.folder}/store{next(_numbers)}", **self.over}
         everybody = [self.trainer, *self.workers]
         for rank, (name, process) in enumerate(zip(["trainer", *self.names], everybody, strict=True)):
@@ -52,19 +52,19 @@ class World:
             process.answer()
 
     def stranger(self) -> Worker:
-        """One more process, in no world yet."""
+        """Start one more process, which is in no world yet."""
         self.strangers.append(Worker(self.context, None))
         return self.strangers[-1]
 
     def end(self) -> None:
-        """Kill everybody: torch cannot shut a world down in which somebody is dead."""
+        """Kill all processes, since torch cannot shut down a world in which a process has died."""
         for process in {*self.strangers, self.trainer, *self.workers}:
             process.kill()
             process.end()
 
     @contextlib.contextmanager
     def syncing(self, workers: list[int], make: Callable[..., nn.Module] = small, **given: Any) -> Iterator[Worker]:
-        """A trainer with a sender, and those workers with receivers; all are closed afterwards."""
+        """Make a sender in the trainer and receivers in these workers, and close them afterwards."""
         for worker in workers:
             self.workers[worker].do(listen, make)
         self.trainer.do(command, [self.names[worker] for worker in workers], make, given)
@@ -77,27 +77,27 @@ class World:
                     self.workers[worker].do(retire)
 
 
-# -------------------------------------------------------------------------------------- what any process can be asked
+# -------------------------------------------------------------------------------------- functions for any process
 
 
 def enter(setup: WorkerSetup, name: str, rank: int, size: int, options: dict[str, Any]) -> int:
     """Join an RPC world."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, **options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch of its own deprecations
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # about its own deprecations
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
     return os.getpid()
 
 
 def depart(setup: WorkerSetup, graceful: bool = False) -> float:
-    """Shut RPC down; the seconds that took."""
+    """Shut RPC down. Returns how many seconds that took."""
     started = time.monotonic()
     rpc.shutdown(graceful=graceful)
     return time.monotonic() - started
 
 
 def retire(setup: WorkerSetup) -> None:
-    """Close whatever was made."""
+    """Close every scheme, sender and receiver of this process."""
     for thing in [setup.scheme, *setup.kept.values()]:
         close = getattr(thing, "close", None)
         if close is not None:
@@ -105,11 +105,11 @@ def retire(setup: WorkerSetup) -> None:
     setup.scheme, setup.model, setup.receiver, setup.kept = None, None, None, {}
 
 
-# ---------------------------------------------------------------------------------------- what a worker can be asked
+# ---------------------------------------------------------------------------------------- functions for workers
 
 
 def listen(setup: WorkerSetup, make: Callable[..., nn.Module] = small, model_id: str = "policy") -> None:
-    """Make a receiver."""
+    """Make a receiver in this worker."""
     setup.scheme, setup.model = RPCWeightSyncScheme(), make()
     setup.scheme.init_on_worker(model_id, model=setup.model)
     setup.receiver = setup.scheme.get_receiver()
@@ -125,7 +125,7 @@ def shows(setup: WorkerSetup) -> tuple[int | None, set[float]]:
 
 
 def take_until_gone(setup: WorkerSetup) -> str:
-    """Receive until the sender is gone; what `receive` then said."""
+    """Receive until the sender is gone. Returns the message of the error."""
     try:
         while True:
             setup.receiver.receive(timeout=PATIENCE)
@@ -137,18 +137,18 @@ def state_dict(setup: WorkerSetup) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in setup.model.state_dict().items()}
 
 
-# --------------------------------------------------------------------------------------- what the trainer can be asked
+# --------------------------------------------------------------------------------------- functions for the trainer
 
 
 def command(setup: WorkerSetup, names: list[Any], make: Callable[..., nn.Module] = small, given: Any = None) -> None:
-    """Make a sender to the workers of those names."""
+    """Make a sender to the workers of these names."""
     setup.scheme, setup.model = RPCWeightSyncScheme(), make(1.0)
     setup.scheme.init_on_sender("policy", collector_infos=names, model=setup.model, **(given or {}))
     setup.kept["sender"] = setup.scheme.get_sender()
 
 
 def send(setup: WorkerSetup, fill: float | None = None, **options: Any) -> Any:
-    """Send the model, all its weights set to ``fill`` first; the report."""
+    """Send the model, after setting all its weights to ``fill`` if given. Returns the report."""
     if fill is not None:
         filled(setup.model, fill)
     return setup.kept["sender"].send(**{"timeout": PATIENCE, **options})
@@ -169,7 +169,7 @@ def sender_state(setup: WorkerSetup) -> tuple[str, int, list[str]]:
 
 
 def attempt(setup: WorkerSetup, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Do something that must fail in one of our ways; the error."""
+    """Call a function, and return its WeightSyncError, or None if it raises none."""
     try:
         function(setup, *arguments, **options)
     except WeightSyncError as error:
@@ -178,7 +178,7 @@ def attempt(setup: WorkerSetup, function: Callable[..., Any], *arguments: Any, *
 
 
 def odd(fill: float = 0.0) -> nn.Module:
-    """Weights of every kind: dtypes, 0-dim, zero-size, a buffer that is not contiguous."""
+    """A model with weights of every kind: all dtypes, a 0-dim, an empty and a non-contiguous tensor."""
     model = nn.Module()
     kinds = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64]
     for kind in [*kinds, torch.bool, torch.complex64, torch.float8_e4m3fn]:

@@ -1,4 +1,4 @@
-"""What torch's RPC runs over in tests, and a process for a test of it: one that left RPC cannot join new ones there."""
+"""Options of torch's RPC in tests, and a new process for each test: a process that left RPC cannot join it again."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
-#: TCP alone. TensorPipe's shared memory has a thread in each process that polls without a pause, from `init_rpc` to its
-#: end: a few processes of a world that waits would take all cores from the other tests.
+#: TCP alone. With TensorPipe's shared memory, a thread in each process polls without a pause from `init_rpc` to the
+#: end, and a few idle processes would take all cores from the other tests.
 TCP: Final[dict[str, Any]] = {"_transports": ["uv"], "_channels": ["basic"]}
-#: All that TensorPipe has for processors, as is the default.
+#: All of TensorPipe's transports and channels for CPUs, the default.
 ANYTHING: Final[dict[str, Any]] = {"_transports": None, "_channels": None}
 
 
 def apart(context: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function in a process of its own."""
+    """Call a function in a process of its own, and fail unless it returns None."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_call, args=(theirs, function, arguments))
     process.start()

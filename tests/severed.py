@@ -1,4 +1,4 @@
-"""A network between processes of one machine: what passes through it can be cut, reset, or swallowed."""
+"""A network between processes of one machine, built of proxies that can cut, reset or silence connections."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from typing import Final
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 HERE: Final = "127.0.0.1"
-#: gloo compares ports, as this machine's byte order reads those of the network's: the greater one connects, the other
-#: waits. So that both still agree, others see the process at a least port, and it sees them at greatest ones: they
-#: connect. Greatest are those above all that Linux gives to listeners by itself: a process that had been given a
-#: greater one would connect as well, and each would wait for answers where the other is not.
+#: Of two peers, gloo lets the one with the greater port connect, and the other wait. It compares the bytes of the ports
+#: in network order as numbers in this machine's byte order. Both peers must still agree, though each sees a proxy's
+#: port instead of the other's. So others see this process at one of the least ports (LEAST), and this process sees
+#: others at one of the greatest (GREATEST): the others connect. GREATEST is above all ports that Linux assigns by
+#: itself. If a process had a greater port of its own, both would connect, and each would wait at an address where the
+#: other is not.
 LEAST: Final = range(1024, 32768, 256)
 GREATEST: Final = range(65535, 61000, -256)
-#: As RPC writes where it is reached, and as gloo does: a sockaddr_in.
+#: An address as RPC writes it, as text, and as gloo does, as a sockaddr_in.
 _SPELT: Final = re.compile(rb"127\.0\.0\.1:(\d{4,5})")
 _PACKED: Final = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01", re.DOTALL)
-#: Of the frames that carry addresses; payloads are larger, and left alone.
+#: The size limit of frames that may carry addresses. Larger ones are payloads, which are not rewritten.
 _SMALL: Final = 4096
 
 
 class Failure(enum.StrEnum):
-    """How a network fails."""
+    """A way in which a network fails."""
 
     #: Both ends read an end of file.
     CUT = "cut"
     #: Both ends see that the connection was reset.
     RESET = "reset"
-    #: Neither end notices anything, and nothing is carried any more.
+    #: Data is no longer passed on, and neither end notices.
     SILENCE = "silence"
 
 
@@ -44,13 +46,13 @@ def _as_it_is(data: bytes) -> bytes:
 
 
 class Wire:
-    """Carries connections to a port of this machine, until it fails.
+    """A proxy that forwards connections to a port of this machine, until it fails.
 
     Args:
-        port: the port to which connections go.
-        at: the address at which they are accepted; port 0: a free one.
-        out: what is passed on of what came from who connected.
-        back: what is passed on of what came from whom it leads to.
+        port: the port to which connections are forwarded.
+        at: the address at which they are accepted. Port 0: a free port.
+        out: rewrites the data from the client.
+        back: rewrites the data to the client.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class Wire:
             self._at_last()
 
     def when_carried(self, nbytes: int, act: Callable[[], None]) -> None:
-        """Have ``act`` called once that many more bytes have come, before the last of them are passed on."""
+        """Call ``act`` when this many more bytes have arrived, before the last of them are passed on."""
         with self._lock:
             self._left, self._at_last = nbytes, act
 
     def fail(self, failure: Failure) -> None:
-        """Fail so. New connections fail alike: they are refused, or lead nowhere."""
+        """Fail in this way. New connections are refused, or under SILENCE forward nothing."""
         if failure is Failure.SILENCE:
             self._silent.set()
             return
@@ -124,7 +126,7 @@ class Wire:
         self._listener.close()
 
     def end(self) -> None:
-        """Be gone, threads and sockets."""
+        """End all threads, and close all sockets."""
         self._over.set()
         self.fail(Failure.CUT)
         for thread in self._threads:
@@ -138,33 +140,33 @@ def _nothing() -> None:
 
 
 def _reset(sock: socket.socket) -> None:
-    """Send the peer a reset: Linux sends it when a connected socket is connected to nowhere."""
+    """Send a reset to the peer: connecting a connected socket to AF_UNSPEC makes Linux do so."""
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     if _LIBC.connect(sock.fileno(), nowhere, len(nowhere)) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class Network:
-    """All connections of one process: to its store, and between it and the peers that the store names.
+    """The proxies for all connections of one process: to its store, and to and from the peers that the store names.
 
-    Messages to and from the store are rewritten: each address in them becomes that of a wire of ours that leads there,
-    but the process reads its own address as it wrote it. There is no other way to give RPC and gloo a proxy.
+    Messages to and from the store are rewritten: each address in them is replaced by that of a wire that leads there.
+    Only its own address the process reads back unchanged. RPC and gloo have no other way to use a proxy.
 
     Args:
-        port: the store's.
+        port: the port of the store.
     """
 
     def __init__(self, port: int) -> None:
         self.store = Wire(port, out=self._told, back=self._read)
-        #: By where they lead.
+        #: The wires, by the ports to which they forward.
         self.peers: dict[int, Wire] = {}
-        #: Where the process itself listens, by the wires' ports.
+        #: The ports at which the process itself listens, by the ports of their wires.
         self._own: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
     def port(self) -> int:
-        """Where the store is reached through it."""
+        """The port at which the process reaches the store through this network."""
         return self.store.port
 
     def _told(self, data: bytes) -> bytes:
@@ -188,7 +190,7 @@ class Network:
             return self.peers[port].port
 
     def end(self) -> None:
-        """Be gone."""
+        """End all wires."""
         for wire in (self.store, *self.peers.values()):
             wire.end()
 
@@ -201,7 +203,7 @@ def _wire_at_one(ports: range, to: int) -> Wire:
 
 
 def _rewritten(data: bytes, way: Callable[[int], int]) -> bytes:
-    """The frame, with another port in the place of each that is named."""
+    """The frame, with each port in it replaced by that of the wire."""
     if len(data) > _SMALL:
         return data
     spelt = _SPELT.sub(lambda found: f"{HERE}:{way(int(found[1])):0{len(found[1])}}".encode(), data)

@@ -1,4 +1,4 @@
-"""Pairs over a store, and workers that connect there."""
+"""Pairs over a torch.distributed store, and functions for worker processes that connect to it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weightsync.clock import Deadline
 
 
 def reach(port: int) -> Any:
-    """A connection of one's own to the store."""
+    """Open a new connection to the store."""
     return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Look until it is so; the test's own time limit ends what never is."""
+    """Poll until the condition is true. Only the time limit of the test ends the wait."""
     while not done():
         time.sleep(0.005)
 
 
 def keys_of(store: Any) -> list[str]:
-    """The names of what a store has."""
+    """The keys in a store."""
     try:
         keys: list[str] = store.list_keys()
     except AttributeError:
@@ -39,12 +39,12 @@ def keys_of(store: Any) -> list[str]:
 
 
 def big(fill: float = 0.0) -> nn.Module:
-    """A model of 64 MiB, which no socket takes at once."""
+    """A model of 64 MiB, more than any socket buffer holds."""
     return filled(nn.Linear(4096, 4096, bias=False), fill)
 
 
 class StorePair(Pair):
-    """A sender and its receivers in this process: one thread can drive both ends."""
+    """A sender and its receivers in this process, over a store: one thread can drive both ends."""
 
     arrival = PATIENCE
 
@@ -64,7 +64,7 @@ class StorePair(Pair):
         self.receivers: list[WeightReceiver] = [scheme.get_receiver() for scheme in self.schemes]
 
 
-# ------------------------------------------------------------------------------ what workers can be asked to do
+# ------------------------------------------------------------------------------ functions to run in workers
 
 
 def meet(  # noqa: PLR0917 - sent over a pipe, by position
@@ -75,7 +75,7 @@ def meet(  # noqa: PLR0917 - sent over a pipe, by position
     model_id: str = "policy",
     sync: bool = True,
 ) -> None:
-    """Initialise the worker's side."""
+    """Initialise the worker's side over the store."""
     setup.model = make()
     setup.kept["store"] = reach(port)
     setup.scheme = DistributedWeightSyncScheme(sync=sync)
@@ -85,18 +85,18 @@ def meet(  # noqa: PLR0917 - sent over a pipe, by position
 
 
 def turn_to(setup: WorkerSetup, model_id: str) -> None:
-    """Go on with that one of several models."""
+    """Select one of several models for the following calls."""
     setup.scheme, setup.receiver, setup.model = setup.kept[model_id]
 
 
 def holds(setup: WorkerSetup) -> tuple[str, int | None, set[float]]:
-    """State, version, and the values of the weights, if they are few."""
+    """The receiver's state and version, and the least and the greatest value of each tensor."""
     values = {float(end) for tensor in setup.model.state_dict().values() for end in torch.aminmax(tensor)}
     return setup.receiver.state.value, setup.receiver.version, values
 
 
 def open_store(setup: WorkerSetup) -> int:
-    """Host a store; its port."""
+    """Host a store. Returns its port."""
     setup.kept["store"] = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     port: int = setup.kept["store"].port
     return port
@@ -110,7 +110,7 @@ def lead(  # noqa: PLR0917 - sent over a pipe, by position
     fill: float = 1.0,
     fanout: int | None = None,
 ) -> None:
-    """Initialise the trainer's side."""
+    """Initialise the trainer's side over the store."""
     setup.model = make(fill)
     setup.kept["store"] = reach(port)
     setup.scheme = DistributedWeightSyncScheme(fanout=fanout)
@@ -119,9 +119,9 @@ def lead(  # noqa: PLR0917 - sent over a pipe, by position
 
 
 def lead_tree(setup: WorkerSetup, port: int, listening: int, make: Callable[..., nn.Module]) -> None:
-    """Initialise the side of a trainer of two workers, who sends payloads to the first one alone.
+    """Initialise the side of a trainer with two workers that sends payloads to the first worker only.
 
-    It returns once that many of the two have said where the other one reaches them.
+    Returns once ``listening`` of the two workers have announced the address at which the other one can reach them.
     """
     lead(setup, port, 2, make, fanout=1)
     sender, deadline = setup.kept["sender"], Deadline(PATIENCE)
@@ -132,7 +132,7 @@ def lead_tree(setup: WorkerSetup, port: int, listening: int, make: Callable[...,
 
 
 def wait_until_met(setup: WorkerSetup) -> int | None:
-    """Receive, despite losses, until a version has arrived over a link. Returns that version."""
+    """Receive until a new version has arrived, ignoring lost links. Returns that version."""
     before = setup.receiver.version
     while setup.receiver.version == before:
         with contextlib.suppress(ConnectionError):
@@ -142,7 +142,7 @@ def wait_until_met(setup: WorkerSetup) -> int | None:
 
 
 def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[float]:
-    """A worker's loop on TorchRL's own keys: an instruction, its weights, an answer; the first number of each."""
+    """A worker loop on TorchRL's own keys: instruction, weights, answer. Returns the first element of each weights."""
     store, rank, seen = transport.store, transport.rank, []
     for _ in range(times):
         instruction = store.get(f"NODE_{rank}_in")
@@ -156,12 +156,12 @@ def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[f
 
 
 def joins_a_group_of_its_own(setup: WorkerSetup, port: int, rank: int, world: int) -> None:
-    """What a user's own program does beside us."""
+    """Join a process group of the user's own program, beside weightsync."""
     dist.init_process_group("gloo", store=dist.PrefixStore("own", reach(port)), rank=rank, world_size=world)
 
 
 def sums(setup: WorkerSetup | None, value: float) -> float:
-    """A collective of the user's own."""
+    """Run a collective of the user's own program."""
     tensor = torch.tensor([value])
     dist.all_reduce(tensor)
     return tensor.item()

@@ -1,4 +1,4 @@
-"""The house is as `docs/architecture.md` says: floors, packages, and the size of a module."""
+"""The package has the structure in `docs/architecture.md`: floors, packages, and sizes of modules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "weightsync"
 PAGE = (ROOT / architecture.PAGE).read_text(encoding="utf-8")
 
-#: Modules over 500 lines, and why each is one file.
+#: Modules over 500 lines, and why each is not split.
 LONG = {
     "schemes/base.py": "TorchRL's verbs with their documentation, and what a scheme overrides, are one class",
     "protocol/sender.py": "a role's values, guards and step are in one file",
 }
-#: Modules under 40 lines, and why each is a file of its own. The list may only shrink: write no new one.
+#: Modules under 40 lines, and why each is a file of its own. Do not add to this list.
 SHORT = {
     "__main__.py": "`python -m weightsync` looks for it",
 }
@@ -54,7 +54,7 @@ def test_every_path_that_the_page_names_is_there():
 
 
 def defined(module: Path) -> set[str]:
-    """The classes and functions of a module, and ``Class.method`` of its methods."""
+    """The classes and functions of a module, and its methods as ``Class.method``."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     found = {each.name for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
     for each in tree.body:

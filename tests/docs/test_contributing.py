@@ -1,7 +1,7 @@
-"""The two changes that CONTRIBUTING.md walks through, done in a copy of the repository as the page says.
+"""Follow the two walks of CONTRIBUTING.md in a copy of the repository.
 
-A block of the page is an instruction: ``python FILE`` writes or appends to that file, ``diff`` changes the file that
-its first line names, ``sh`` runs commands (``sh fails``: the last one fails), ``text`` is in what they printed.
+Each block of the page is an instruction: ``python FILE`` writes or appends to this file, ``diff`` changes the file in
+its first line, ``sh`` runs commands (``sh fails``: the last one fails), and ``text`` must be in their output.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from missing import java_and_tlc
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 REFUSAL_KIND, TRANSPORT = "A new refusal kind", "A new transport"
-#: What a copy does not need: environments, caches, what was built.
+#: Files that a copy does not need: environments, caches, build outputs.
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "site")
-#: Seconds in which the commands of one block must end, on a machine that is busy too.
+#: Seconds in which the commands of one block must end, even on a busy machine.
 _PATIENCE = 600.0
 
 
@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """One instruction of the page."""
 
     language: str
-    #: What the fence says behind the language: a file, or that the commands fail.
+    #: The rest of the fence's line: a file, or "fails".
     rest: str
     body: str
 
@@ -46,7 +46,7 @@ def walk(title: str) -> list[Block]:
 
 
 def change(copy: Path, block: Block) -> None:
-    """Write, append, or apply a diff."""
+    """Apply a block: write a file, append to it, or apply a diff."""
     if block.language == "python":
         path = copy / block.rest
         before = f"{path.read_text(encoding='utf-8')}\n" if path.exists() else ""
@@ -61,7 +61,7 @@ def change(copy: Path, block: Block) -> None:
 
 
 def changed(text: str, hunk: list[str], name: Path) -> str:
-    """A text after one hunk, whose old lines must be there exactly once. A line of ``...`` is any one line."""
+    """The text after one hunk, whose old lines must occur exactly once. A line of ``...`` matches any one line."""
     old = [line[1:] or "\n" for line in hunk if not line.startswith("+")]
     pattern = "".join(r"([^\n]*\n)" if line == "...\n" else re.escape(line) for line in old)
     found = list(re.finditer(f"^{pattern}", text, re.MULTILINE))
@@ -76,11 +76,11 @@ def changed(text: str, hunk: list[str], name: Path) -> str:
 
 
 def run(copy: Path, block: Block) -> str:
-    """Run a block's commands as a reader would; what they print."""
+    """Run the commands of a block as a reader would. Returns their output."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(copy),  # before the tree that is installed
-        # Nothing is installed: this Python's environment is that of the tree.
+        "PYTHONPATH": str(copy),  # takes precedence over the installed tree
+        # Keep `make` from installing anything: the copy uses this Python's environment.
         "MAKEFLAGS": f"BIN={Path(sys.executable).parent} INSTALLED={copy / '.git' / 'installed'}",
         "COLUMNS": "200",
     }
@@ -106,7 +106,7 @@ def run(copy: Path, block: Block) -> str:
 
 
 def follow(copy: Path, blocks: list[Block]) -> list[str]:
-    """Do as the page says; the commands that were run."""
+    """Carry out the blocks in order. Returns the commands that were run."""
     printed = ""
     ran = []
     for block in blocks:
@@ -124,14 +124,14 @@ def follow(copy: Path, blocks: list[Block]) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the repository, committed, with this Python as its environment."""
+    """A copy of the repository with one commit, which uses this Python's environment."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=_LEFT_OUT, symlinks=True)
     (copy / ".venv").symlink_to(sys.prefix)
     author = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid"]
     for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "--no-gpg-sign", "-m", "The copy"]):
         subprocess.run(["git", *command], cwd=copy, check=True, stdin=subprocess.DEVNULL)
-    (copy / ".git" / "installed").touch()  # newer than all that make would install from
+    (copy / ".git" / "installed").touch()  # newer than the files that would make `make` install again
     return copy
 
 

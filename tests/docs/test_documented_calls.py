@@ -1,4 +1,4 @@
-"""The calls in the documents fit the signatures, and the methods that send name what a send raises."""
+"""Calls in the documents fit the signatures, and the docstrings of sending methods name the errors of a send."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import weightsync
 from weightsync import MultiProcessWeightSyncScheme, WeightSyncError, testing
 
 ROOT = Path(__file__).parents[2]
-#: How the documents name the objects of a class.
+#: The names that the documents use for objects of each class.
 CALLED = {
     "scheme": weightsync.WeightSyncScheme,
     "trainer": weightsync.WeightSyncScheme,
@@ -33,12 +33,12 @@ CALLED = {
 DOCUMENTS = sorted(
     path
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "spec/README.md", ROOT / "tla/README.md"]
-    if path.name != "CHANGELOG.md"  # what it says was so at its dates
+    if path.name != "CHANGELOG.md"  # describes former releases
 )
 
 
 def calls(text: str) -> Iterator[ast.Call]:
-    """The calls in the code spans, and in the blocks, of a document."""
+    """The calls in the code spans and code blocks of a document."""
     blocks = re.findall(r"^```(?:python|text)[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
     for code in [*blocks, *(" ".join(span.split()) for span in spans)]:
@@ -50,7 +50,7 @@ def calls(text: str) -> Iterator[ast.Call]:
 
 
 def callee(call: ast.Call) -> Callable[..., Any] | None:
-    """What of the package is called; None: something else."""
+    """The function or class of the package that is called, or None if it is not the package's."""
     match call.func:
         case ast.Name(name):
             found = getattr(weightsync, name, None) if name in weightsync.__all__ else getattr(testing, name, None)
@@ -62,7 +62,7 @@ def callee(call: ast.Call) -> Callable[..., Any] | None:
 
 
 def faults(call: ast.Call, called: Callable[..., Any]) -> Iterator[str]:
-    """What is wrong with a call, or with a signature that is written as one: `WorkerGroup(run, capacity=2)`."""
+    """The faults of a call, or of a signature written as a call, such as `WorkerGroup(run, capacity=2)`."""
     parameters = [each for each in inspect.signature(called).parameters.values() if each.name != "self"]
     known = {each.name: each for each in parameters}
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -96,7 +96,7 @@ def test_each_call_in_a_document_fits_its_signature(path: Path) -> None:
 
 
 def attributes() -> dict[str, set[str]]:
-    """By the name of each class of the package, what it and its bases define."""
+    """The names that each class of the package and its bases define, by the name of the class."""
     classes: dict[str, list[ast.ClassDef]] = {}
     for path in (ROOT / "weightsync").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -115,7 +115,7 @@ def attributes() -> dict[str, set[str]]:
 
 
 def defined(node: ast.AST) -> list[str]:
-    """The names that a part of a class defines in it, or on `self`."""
+    """The names that a node in a class body defines in the class or on `self`."""
     match node:
         case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(name)):
             return [name]
@@ -143,7 +143,7 @@ def test_each_attribute_of_a_class_that_a_document_names_is_there() -> None:
 
 
 class Context:
-    """Has no model."""
+    """A context without a model."""
 
 
 UNSENDABLE = {

@@ -1,4 +1,4 @@
-"""The documents are right: a page's program runs and prints what the page says, and every link works."""
+"""The programs in the documents run and print what the page says, links work, and names and commands exist."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from weightsync.names import FORMER_HOMES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-#: Seconds in which a page's program must end.
+#: Seconds in which the program of a page must end.
 PATIENCE = 110.0
 NEEDS = {"ray": [pytest.mark.ray], "rpc": [pytest.mark.rpc], "distributed": [pytest.mark.gloo]}
 GROUP_RAY, GROUP_TORCHRUN = (DOCS / "examples" / f"group_{name}.py" for name in ("ray", "torchrun"))
 SCHEMES = ("processes", "shared", "none", "ray", "rpc", "distributed")
-#: Their programs spawn workers, which import torch for longer than all else takes: those run as they stand at night.
+#: Schemes whose programs spawn workers, which spend most of the time importing torch. They run unchanged only nightly.
 SPAWNING = ("processes", "shared", "rpc", "distributed")
 
 
@@ -59,7 +59,7 @@ def test_a_schemes_page_has_one_whole_program(name: str) -> None:
 
 
 def runs() -> list[Any]:
-    """The programs of all schemes, and how their processes are started."""
+    """The programs of all schemes, and the start method of their processes ("": unchanged)."""
     nightly = [pytest.param(name, "", marks=[*NEEDS.get(name, []), pytest.mark.slow]) for name in SPAWNING]
     ways = {name: "fork" if name in SPAWNING else "" for name in SCHEMES}
     return nightly + [pytest.param(name, method, marks=NEEDS.get(name, [])) for name, method in ways.items()]
@@ -129,12 +129,12 @@ def test_the_program_of_a_group_over_ranks_serves_each_version(tmp_path: Path, f
         assert f"version {version} of 'policy' [worker 0: APPLIED, worker 1: APPLIED]" in found[0][1]
 
 
-#: Pages whose programs stand before what they print.
+#: Pages on which each program is followed by its output.
 PAGES = ("transports", "observability", "engines", "guide", "group", "tracing", "testing")
 
 
 def programs(document: str) -> list[tuple[str, str]]:
-    """The programs of a page that are followed by what they print, and that."""
+    """The programs of a page that are followed by their output, and that output."""
     printing = r"^```python\n((?:(?!^```).)*)^```\n\n(?:It prints:\n\n)?```text\n(.*?)^```$"
     return re.findall(printing, document, re.DOTALL | re.MULTILINE)
 
@@ -170,8 +170,10 @@ TUTORIALS = {
 def test_a_tutorials_program_runs_and_prints_what_its_page_says(
     name: str, method: str, tmp_path: Path, forkserver: Any, request: pytest.FixtureRequest
 ) -> None:
-    """By day the processes are forked, and the one with Ray joins the cluster of the tests: the page of Ray's scheme
-    starts one. At night each program runs as it stands."""
+    """Outside the nightly run, processes are forked, and the Ray program joins the cluster of the tests.
+
+    At night each program runs unchanged. The program on the page of the Ray scheme starts a cluster in any run.
+    """
     document = (DOCS / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
     (program,), (text,) = blocks(document, "python"), blocks(document, "text")
     path = tmp_path / f"tutorial_{name}.py"  # "ray.py" would be found in place of Ray
@@ -191,18 +193,18 @@ def test_each_tutorial_is_tried() -> None:
 
 
 def promised(line: str, output: str) -> bool:
-    """Whether the output has that line; ``...`` in it stands for anything.
+    """Whether the output contains this line, in which ``...`` matches any text.
 
-    Several processes print into it: what one says may stand behind what another has not ended yet.
+    Several processes write the output, so the text may follow an unfinished line of another process.
     """
     return re.search(".*".join(map(re.escape, line.strip().split("..."))), output) is not None
 
 
 def run(path: Path, context: Any, ranks: int = 1, method: str = "", joined: str = "") -> tuple[int, str, str]:
-    """Run a program as ``python path`` would, with torch imported already; nothing that it started outlives it.
+    """Run a program like ``python path``, but with torch imported already. All processes that it started end with it.
 
-    With several ranks, as torchrun would. With a method, all its processes are started so, which is cheap if they fork.
-    With the address of a Ray cluster it joins that one.
+    With several ranks, it runs as under torchrun. A start method applies to all its processes; forking is the cheapest.
+    With the address of a Ray cluster, the program joins that cluster.
     """
     said = path.with_suffix(".out"), path.with_suffix(".err")
     environments: list[dict[str, str]] = [{}]
@@ -227,7 +229,7 @@ def run(path: Path, context: Any, ranks: int = 1, method: str = "", joined: str 
 def as_main(  # noqa: PLR0917 - sent to a process, by position
     path: Path, output: Path, errors: Path, environment: dict[str, str], method: str, joined: str
 ) -> None:
-    """In the process of the program."""
+    """Run the program as the main module of a new process."""
     os.setsid()
     for stream, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -244,7 +246,7 @@ def as_main(  # noqa: PLR0917 - sent to a process, by position
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # a process of multiprocessing leaves them out; Ray ends what it started in one
+        atexit._run_exitfuncs()  # multiprocessing skips them; Ray ends its processes in one
 
 
 # ------------------------------------------------------------------------------------------------------- links
@@ -257,7 +259,7 @@ def documents() -> list[Path]:
 
 
 def links(path: Path) -> list[str]:
-    """Where the links of a document lead, without those to other sites."""
+    """The targets of the links in a document, except those to other sites."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text)
     return [target for target in found if not re.match(r"[a-z]+:", target)]
@@ -276,7 +278,7 @@ def test_every_link_leads_somewhere(path: Path) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that a site gives the headings of a document."""
+    """The anchors that a website generates for the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -323,7 +325,7 @@ def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
 
 
 def commands(path: Path) -> list[str]:
-    """The commands of `weightsync` in a document: in its blocks, and between backticks."""
+    """The commands of `weightsync` in a document, in its blocks and between backticks."""
     text = path.read_text(encoding="utf-8")
     shells = "".join(block for language in ("sh", "console") for block in blocks(text, language))
     alone = re.findall(r"^(?:\$ )?(weightsync [a-z][^#\n]*)", shells, re.MULTILINE)
@@ -348,7 +350,7 @@ def test_the_page_about_performance_has_every_option_of_the_bench_and_no_other()
 
 
 def refusal(command: str) -> str:
-    """What the command line has against the command and its options. Values are not looked at, and may be missing."""
+    """The error of the command line for a command and its options, or "". Values are not checked, and may be absent."""
     found: Any = typer.main.get_command(build())
     words = command.split()[1:]
     words += ["value", "value"] if words[-1].startswith("-") else []
@@ -356,7 +358,7 @@ def refusal(command: str) -> str:
         while isinstance(found, TyperGroup) and words:
             _, found, words = found.resolve_command(typer.Context(found), words)
         found.make_parser(typer.Context(found)).parse_args(with_file_of_json(words))
-    except Exception as error:  # noqa: BLE001 - typer's own; in an older typer they are click's
+    except Exception as error:  # noqa: BLE001 - typer's errors, which in an older typer are click's
         return repr(error)
     return ""
 
@@ -371,7 +373,7 @@ def test_what_a_page_imports_or_names_of_the_package_is_there(path: Path) -> Non
     named = {f"{module}.{name}" for module, names in lines for name in re.split(r", *", names.strip())}
     named |= set(re.findall(r"\bweightsync(?:\.\w+)+", text))
 
-    made = {"weightsync.transports.stream"} if path.name == "CONTRIBUTING.md" else set()  # by the walk itself
+    made = {"weightsync.transports.stream"} if path.name == "CONTRIBUTING.md" else set()  # created by the walk
     there = (name for name in sorted(named) if not any(name.startswith(module) for module in made))
     assert [name for name in there if not resolves(name)] == []
 
@@ -387,7 +389,7 @@ def resolves(name: str) -> bool:
 
 
 def defined() -> set[str]:
-    """Modules, classes, functions, and names that are assigned or annotated in the package; names of the table."""
+    """All modules, classes, functions and variables of the package, and all names in `protocol.toml`."""
     package = ROOT / "weightsync"
     found = {part for path in package.rglob("*.py") for part in path.relative_to(ROOT).with_suffix("").parts}
     for path in package.rglob("*.py"):
@@ -402,7 +404,7 @@ def defined() -> set[str]:
 
 def test_the_glossary_names_what_there_is() -> None:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
-    known = defined() | {"get_extra_state", "torch", "distributed"}  # torch's own
+    known = defined() | {"get_extra_state", "torch", "distributed"}  # names of torch
     known |= {part for former in FORMER_HOMES for part in former.split(".")}
 
     named = {part for term in re.findall(r"`([\w.]+)`", text) for part in term.split(".")}

@@ -1,4 +1,4 @@
-"""Every Python example of every page is run by a test, which is named here, or stands here with the reason why not."""
+"""Every Python example in the documents is run by a test that is named here. Nightly ones have a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_documents import DOCS, PAGES, ROOT, SCHEMES, TUTORIALS, programs
 
-#: The tests, and where they are.
+#: The ids of the tests.
 PRINTS = "tests/docs/test_documents.py::test_the_programs_of_a_page_print_what_it_says"
 SCHEME = "tests/docs/test_documents.py::test_a_schemes_program_runs_and_prints_what_its_page_says"
 TUTORIAL = "tests/docs/test_documents.py::test_a_tutorials_program_runs_and_prints_what_its_page_says"
@@ -22,7 +22,7 @@ README = (
     "tests/unit/group/test_ppo.py::test_the_ppo_of_the_readme_ends_and_its_workers_act_with_the_versions_that_their_results_name",
 )
 
-#: For each page with Python, the test that runs each of its blocks, in their order.
+#: For each page with Python, the tests that run its blocks, in order.
 RUN_BY: dict[str, tuple[str, ...]] = {
     "README.md": README,
     "CONTRIBUTING.md": (WALK,) * 4,
@@ -36,7 +36,7 @@ RUN_BY: dict[str, tuple[str, ...]] = {
     **{f"docs/schemes/{name}.md": (SCHEME,) for name in SCHEMES},
     **{f"docs/tutorials/{name}.md": (TUTORIAL,) for name in TUTORIALS},
 }
-#: The programs in files of their own.
+#: The example programs in files of their own, and the tests that run them.
 EXAMPLES: dict[str, str] = {
     "group_ray.py": GROUP_RAY,
     "group_torchrun.py": GROUP_RANKS,
@@ -50,7 +50,7 @@ EXAMPLES: dict[str, str] = {
         "tests/docs/test_documents.py::test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so"
     ),
 }
-#: What runs each night and not in CI, and why.
+#: The pages whose programs run nightly and not in CI, and why.
 NIGHTLY = {
     "docs/tutorials/collectors.md": "25 seconds on two idle cores; tests/torchrl has a cheaper one in CI",
     "CONTRIBUTING.md": "a minute: the walk makes the transport in a copy of the repository, and its commands lint that",
@@ -62,18 +62,18 @@ def documents() -> list[Path]:
 
 
 def fences(text: str) -> list[tuple[str, str]]:
-    """The language of each fenced block, and the block."""
+    """The language and the text of each fenced block."""
     return re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
 
 
 def indented(text: str) -> list[str]:
-    """The blocks that are code by their indentation, as those outside a list are."""
+    """The blocks that are code because they are indented, outside of lists."""
     outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"(?<=\n\n)((?: {4}[^\n]*\n)+)", outside)
 
 
 def is_python(code: str) -> bool:
-    """Whether this is a program, rather than words, a command or what one prints."""
+    """Whether a text is a Python program, and not prose, a command or output."""
     lines = [line[4:] if code.startswith("    ") else line for line in code.splitlines()]
     try:
         tree = ast.parse("\n".join(lines))

@@ -1,4 +1,4 @@
-"""What is built works outside the tree, and the matrix of releases does not pass over a Python in silence."""
+"""The built packages work outside the tree, and the matrix of releases reports a missing Python."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_lowest_releases_are_those_of_all_that_is_installed_for_the_tests() 
 
 
 def test_no_test_imports_a_conftest() -> None:
-    """Several modules have that name: which one is imported depends on the folders that the run was given."""
+    """Several modules have this name, and the folders on the command line decide which one would be imported."""
     importing = re.compile(r"^\s*(?:from|import) conftest\b", re.MULTILINE)
     found = [path.name for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))]
     assert found == []

@@ -1,4 +1,4 @@
-"""The docs site builds without a warning, and its reference has every public name."""
+"""The docs site builds without warnings, and its reference has every public name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOWHERE = "\n[nowhere](nowhere.md)\n"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The site of a copy with one link that leads nowhere, which ends the build once all pages are written."""
+    """The site of a copy of the docs with one broken link, which fails the build after all pages are written."""
     copied, site = tmp_path_factory.mktemp("copied"), tmp_path_factory.mktemp("site")
     for name in ("docs", "spec/site", "tla/README.md", "spec/README.md", *(path.name for path in ROOT.glob("*.md"))):
         source, to = ROOT / name, copied / name
@@ -78,7 +78,7 @@ def test_a_link_that_leads_nowhere_ends_the_build_and_nothing_else_does(
     assert "'guide.md' contains a link 'nowhere.md'" in warned
 
 
-#: Errors that no caller ever sees, and what becomes of them.
+#: Errors that no caller ever sees, and how they are handled.
 INTERNAL = {
     "AdapterFault": "the link is given up, and the worker LOST",
     "Challenged": "the call is repeated",
@@ -95,7 +95,7 @@ INTERNAL = {
 
 
 def public_errors() -> set[str]:
-    """The names of all classes of the package that derive from `WeightSyncError`, in whatever module."""
+    """The names of all public subclasses of `WeightSyncError` in the package, in any module."""
     bases: dict[str, set[str]] = {}
     for path in (ROOT / "weightsync").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""The second checker beside TLC: they agree on what holds and on what does not, and a disagreement is an error."""
+"""TLC and the second checker agree on what holds and what is violated, and a disagreement is an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model() -> Manifest:
 
 
 def _as_found(model: Manifest, name: str, *found: str, counts: Counts | None = None) -> Verdict:
-    """A verdict of TLC, forged."""
+    """A forged verdict of TLC."""
     [configuration] = model.select([name])
     outcome = Ended(Ending.EXITED, 0, Findings(counts=counts or configuration.pinned), 0.0)
     return Verdict(configuration, Job(model.folder, "MC", configuration.config.text), outcome, found, ())

@@ -1,4 +1,4 @@
-"""`spec/check.py model --second`: what is asked of the second checker, and what it shows. TLC does not run here."""
+"""`spec/check.py model --second`: which configurations the second checker gets, and the output. TLC does not run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_second_checker_has_a_line_for_each_and_says_what_it_left_out(manife
 
 @pytest.fixture
 def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Neither checker runs; this is what the second one was asked for."""
+    """The configurations passed to the second checker. Neither checker runs."""
     users, asked = importlib.import_module("weightsync.cli.check"), list[str]()
 
     class First(users.Suite):
@@ -99,7 +99,7 @@ def test_the_second_checker_looks_at_those_of_its_tier(
 
 
 def failing_first(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *changes: dict[str, Any]) -> None:
-    """Let the first configuration end differently: in each run as the changes in turn say, and then as usual."""
+    """Apply the next of ``changes`` to the first configuration's verdict in each run, until none is left."""
     users, left = importlib.import_module("weightsync.cli.check"), list(changes)
 
     class First(users.Suite):

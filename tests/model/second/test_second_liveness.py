@@ -1,4 +1,4 @@
-"""What lasts forever on a fair walk: small graphs made by hand, where the answer is plain."""
+"""The second checker's search for fair infinite behaviours, on small graphs with an obvious answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODE = Node(("ready",), (new_sender(1),), ("alive",), (False,), ("ready",), (NEW
 
 
 def graph(waiting: str, *edges: tuple[int, str, int]) -> Graph:
-    """A graph whose n-th node has a caller waiting where the n-th message is a w."""
+    """A graph in whose n-th node a caller waits if the n-th character of ``waiting`` is a w."""
     nodes = [NODE._replace(blocked=(message == "w",), messages=frozenset({at})) for at, message in enumerate(waiting)]
     labels = sorted({label for _, label, _ in edges})
     found = {(before, labels.index(label), after): None for before, label, after in edges}

@@ -1,4 +1,4 @@
-"""What TLC prints is read as it was meant, and what is not known here is refused."""
+"""The second checker parses TLC's output correctly, and refuses anything unknown."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_constant_of_another_kind_is_refused_by_its_name(wrong):
 
 
 def test_each_property_of_the_model_has_a_second_reading(model):
-    """A canary that has none is left out, and that is printed; all else must have one."""
+    """Except for a canary, which is then left out with a line of output."""
     library = Library(model.folder)
     for found in model.configurations:
         if found.purpose is not Purpose.CANARY and not reason_to_leave_out(found, library):

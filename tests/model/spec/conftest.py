@@ -1,4 +1,4 @@
-"""A copy of the inputs of the generator, which is no part of the package."""
+"""Fixtures for tests of the generator: the repository, `protocol.toml`, and a copy of the files that it uses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text() -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the repository's protocol files, which the generator takes for the repository."""
+    """A copy of the repository's protocol files, on which the generator works."""
     for name in FILES:
         if (ROOT / name).exists():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

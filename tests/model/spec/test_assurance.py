@@ -1,4 +1,4 @@
-"""The page on what is proved follows from its sources, and names nothing that does not exist."""
+"""docs/assurance.md is rendered from its sources, and names only tests and properties that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.model.manifest import Manifest
 
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
-    """What the page is rendered from, to be changed."""
+    """A copy of the sources of the page, for a test to change."""
     for folder in ("spec", "tla", "tests", "weightsync/testing"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     return tmp_path
@@ -71,7 +71,7 @@ def test_a_count_that_changes_changes_the_page(copy: Path) -> None:
     assert assurance.render(copy) != before
 
 
-# ------------------------------------------------------------------- what was checked, by what TLC is given
+# ------------------------------------------------------------------- what TLC checks, according to the manifest
 
 
 @pytest.fixture

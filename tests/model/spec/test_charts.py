@@ -1,4 +1,4 @@
-"""The charts of the guarantees are those of runs made now, whose traces conform."""
+"""The charts in docs/scenarios.md and README.md equal those of new runs, whose traces conform to the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import charts
 
 
 def test_the_charts_are_what_the_scenarios_give(root: Path) -> None:
-    """As `make protocol` runs it: in a process that has none of pytest's paths."""
+    """The script runs as in `make protocol`: in a process without pytest's PYTHONPATH."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "spec/charts.py", "--check"]
     compared = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True, env=plain)

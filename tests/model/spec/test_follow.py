@@ -1,4 +1,4 @@
-"""`make protocol`: every pin has its step, and what is new is looked for where others of its kind are named."""
+"""`make protocol`: a step writes every pinned file, and files that may lack a new name are listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generator refuses what is no sound protocol, and names the place."""
+"""The generator refuses an unsound protocol, and names the place of each fault."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LIMBO = '[[state]]\nname = "limbo"\nsender = "nowhere"\nreceiver = "nowhere"\n\n
 
 
 def row(source: str, name: str, target: str) -> str:
-    """Another row of the sender, to stand before SEND's."""
+    """Another row of the sender, followed by the row of SEND."""
     return f'[[sender.row]]\nfrom = ["{source}"]\ninput = "{name}"\nto = "{target}"\n\n{SEND}'
 
 
-#: What it is: (what to replace in the file, by what, what is complained of).
+#: Each fault: the text in the file, its replacement, and the expected complaint.
 PLANTED = {
     "an unknown state to start from": (
         SEND,

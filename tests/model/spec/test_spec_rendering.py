@@ -1,4 +1,4 @@
-"""What the generator writes says what the file says, and `--check` notices every other byte."""
+"""The generated files have the content of `protocol.toml`, and `--check` detects any change of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLES = ("sender", "receiver")
 
 @pytest.fixture(scope="session")
 def rows(text):
-    """Each role's rows as {(from, input, to)}, read here once more and not by the generator."""
+    """Each role's rows as {(from, input, to)}, read independently of the generator."""
     toml = tomllib.loads(text)
     return {
         role: {

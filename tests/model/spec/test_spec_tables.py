@@ -1,4 +1,4 @@
-"""The tables say what `protocol.toml` says, and `weightsync/protocol/messages.py` has its fields."""
+"""The generated tables equal `protocol.toml`, and the classes in `weightsync/protocol/messages.py` have its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLC for the tests that need it, and the small model that they run."""
+"""Fixtures for the tests of the checker: TLC, the small model, and captured output."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def toolchain() -> Iterator[Toolchain]:
-    """Java and TLC. Where they cannot be had the test is skipped, in CI it fails."""
+    """Java and TLC. If they are missing the test is skipped, or fails in CI."""
     with archived(java_and_tlc("THE CHECKER"), runs=100) as found:
         yield found
 
 
 @pytest.fixture
 def specs(tmp_path: Path) -> Path:
-    """A copy of the small model, free to be changed."""
+    """A copy of the small model, for a test to change."""
     return Path(shutil.copytree(HERE / "specs", tmp_path / "specs"))
 
 
 @pytest.fixture
 def captured() -> Callable[[str], tuple[Findings, tuple[str, ...]]]:
-    """Reads what TLC once said, by name."""
+    """Reads captured output of TLC, by its name."""
 
     def read(name: str) -> tuple[Findings, tuple[str, ...]]:
         reader, findings = MessageReader(), Findings()
@@ -48,7 +48,7 @@ def captured() -> Callable[[str], tuple[Findings, tuple[str, ...]]]:
 
 @pytest.fixture
 def run_fault(toolchain: Toolchain) -> Callable[[str, int], Outcome]:
-    """Runs one of the models that TLC is known to get wrong."""
+    """Runs one of the models on which TLC is known to be wrong."""
 
     def run(name: str, workers: int) -> Outcome:
         config = (HERE / "faults" / f"{name}.cfg").read_text()

@@ -1,6 +1,6 @@
-"""Models known to be wrong: a checker that says yes to everything is noticed here.
+"""Models that are known to be wrong, which detect a checker that accepts everything.
 
-Two faults of TLC 2.18 itself stand here too, so that our rules against them keep their reason.
+Two faults of TLC 2.18 itself are tested as well, since they are the reason for our rules against them.
 """
 
 from __future__ import annotations

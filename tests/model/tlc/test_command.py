@@ -1,4 +1,4 @@
-"""`weightsync check` as a process: its exit codes, and what an interrupt leaves behind, which is nothing."""
+"""`weightsync check` as a process: its exit codes, and that an interrupt leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).resolve().parents[3]
 _PATIENCE = 60.0
-#: What maintainers run instead: it pins.
+#: The maintainers' command, which can pin counts.
 MAINTAINED = (str(ROOT / "spec" / "check.py"), "model")
 
 
 def _take_hangups() -> None:
-    """Under nohup a hangup would be ignored by every process that is started here."""
+    """Restore the default action of SIGHUP, which child processes would ignore under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Command:
-    """Runs `weightsync check` on a model, with a folder of its own for whatever is temporary."""
+    """Runs `weightsync check` on a model, with a temporary folder of its own."""
 
     def __init__(self, specs: Path, folder: Path, toolchain: Toolchain) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Command:
         return process.returncode, said
 
     def machines(self) -> list[int]:
-        """Ids of the JVMs that use our folder."""
+        """The ids of the JVMs that use the folder."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -85,7 +85,7 @@ def command(specs: Path, tmp_path: Path, toolchain: Toolchain) -> Iterator[Comma
 
 @pytest.fixture
 def endless(specs: Path) -> None:
-    """The larger configuration never ends."""
+    """Make the larger configuration run without an end."""
     path = specs / "manifest.toml"
     path.write_text(path.read_text().replace("Max = 2000 ", "Max = 2000000000 "))
 

@@ -1,4 +1,4 @@
-"""What TLC is given: composed from the manifest's groups, and written as TLC reads it."""
+"""Configurations are composed from the manifest's groups, and rendered in TLC's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledger says of a mutant is confirmed by what decided then, in JVMs that are kept; nothing else is."""
+"""A mutant's fate in the ledger is confirmed, in reused JVMs, by the check that decided it; a wrong fate is not."""
 
 from __future__ import annotations
 

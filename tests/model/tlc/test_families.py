@@ -1,7 +1,7 @@
-"""The modules of the transports' families, and of the challenges.
+"""The model's modules of the transport families, and of the exchange of challenges.
 
-What they declare is what the adapters declare, what they name is in the code, each rule of theirs has its revert, each
-action is taken, and what is planted in them is found.
+Each has the delivery that its adapters declare, names only what is in the code, and has a revert for each rule. Some
+proof takes each action, and TLC finds each planted fault.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from weightsync.transports.store import StoreLink
 PACKAGE = Path(__file__).parents[3] / "weightsync"
 FOLDERS = (PACKAGE, PACKAGE / "transports")
 
-#: A family's module, and whose links it is the model of.
+#: The module of each family, and the links that it models.
 FAMILIES: dict[str, tuple[type[Link], ...]] = {
     "Pipe": (PipeLink,),
     "Slots": (PipeLink,),
     "Store": (StoreLink,),
     "Calls": (CallLink, CallServerLink),
 }
-#: What the families have in common is stated once, not in each table.
+#: Variables that the families share, which are described once and not in each table.
 SHARED = {"outbox", "inbox", "said", "heard"}
 
 families = pytest.mark.parametrize("family", FAMILIES)
-#: And the exchange of challenges, which is below the protocol and refines none of it.
+#: The families, and the exchange of challenges, which is below the protocol and does not refine it.
 modules = pytest.mark.parametrize("family", [*FAMILIES, "Challenge"])
 
 
@@ -90,7 +90,7 @@ def test_a_family_refines_the_protocol_in_each_of_its_proofs(model: Manifest, li
 
 @families
 def test_what_a_family_refines_is_proved_with_its_constants_and_features(model: Manifest, family: str) -> None:
-    # A step of the family's proof is a step of AckProtocol with these bounds; only there is it shown to be safe.
+    # Each step in the family's proof is a step of AckProtocol with these bounds, and only a proof of that shows safety.
     of_the_protocol = proofs(model, ("MC", "MCHunt"))
     lacking = [
         f"{found.name}: AckProtocol with at least {abstract.words}"
@@ -102,12 +102,12 @@ def test_what_a_family_refines_is_proved_with_its_constants_and_features(model: 
     assert lacking == []
 
 
-#: What a family is said to inherit, beside TypeOK and the like.
+#: The properties that a family inherits from AckProtocol, besides TypeOK and the like.
 _SAFETY = {found.name for found in GUARANTEES.values()} - {"EverySendEnds"} | {"RefinesWeightSync", "Consistent"}
 
 
 def _refined(found: Checked) -> Bounds:
-    """The bounds of AckProtocol that a family's proof refines, as its module instantiates it."""
+    """The bounds with which a family's module instantiates AckProtocol, which the proof refines."""
     declared = Delivery[str(found.configuration.config.constants["Delivery"])]
     assert declared is Delivery.ORDERED
     cut = set() if found.configuration.module == "Slots" else {"cut"}
@@ -171,7 +171,7 @@ def test_the_files_that_a_family_is_the_model_of_are_there(model: Manifest, fami
 
 
 def table_of(model: Manifest, family: str) -> list[tuple[list[str], str]]:
-    """The rows of a family's table: the variables, and what is said of them."""
+    """The rows of a family's table: the variables, and their description."""
     text = (model.folder / "README.md").read_text(encoding="utf-8")
     section = text[text.index(f"`{family}.tla`\n\n| variable |") :]
     lines = section.split("\n\n")[1].splitlines()[2:]
@@ -180,7 +180,7 @@ def table_of(model: Manifest, family: str) -> list[tuple[list[str], str]]:
 
 
 def names_in(file: str) -> set[str]:
-    """Functions, classes, and the methods and attributes of classes, as ``Class.name``."""
+    """The functions and classes of a file, and the methods and attributes of classes as ``Class.name``."""
     [path] = [folder / file for folder in FOLDERS if (folder / file).is_file()]
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -210,11 +210,11 @@ def test_each_action_of_a_family_is_taken_in_some_proof(
     verdicts = Suite(toolchain, model, recorder, Coverage.COUNTED).run(proofs)
 
     assert [complaint for verdict in verdicts for complaint in verdict.complaints] == []
-    # The actions of the protocol itself are wanted of its own proofs.
+    # The actions of the protocol itself must be taken in its own proofs.
     assert [each for each in vacuity(verdicts, model.planted) if not each.startswith("AckProtocol.")] == []
 
 
-#: A family, a configuration of its, a line of its module, what it is made to say, and what TLC then finds.
+#: Each fault: a configuration, a text of its module, the text that replaces it, and the property then violated.
 FAULTS = {
     "a pipe: a head is written twice": (
         "PipeCrash",

@@ -1,4 +1,4 @@
-"""Mutants with TLC: a lamp whose mutants are hunted whole, by `spec/check.py mutants` as a process."""
+"""`spec/check.py mutants`, as a process, hunts all mutants of a small model of a lamp, with TLC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REASON = 'reason = "the condition is always TRUE"\n'
 
 
 class Hunt:
-    """Runs the command on a lamp that is free to be changed."""
+    """Runs the command on a copy of the lamp, which a test may change."""
 
     def __init__(self, folder: Path, toolchain: Toolchain) -> None:
         self.lamp = Path(shutil.copytree(Path(__file__).parent / "lamp", folder / "lamp"))
@@ -92,7 +92,7 @@ def test_a_mutant_that_lives_without_reason_exits_with_1(hunt: Hunt) -> None:
 
 
 def test_what_the_ledger_says_is_confirmed_and_what_is_hunted_afresh_is_found_without_it(hunt: Hunt) -> None:
-    """This one breaks a property, and leaves a situation out too: each would be found, and the property first."""
+    """The mutant violates a property and also never meets a situation. A new hunt finds the property first."""
     hunt.change("mutants.toml", 'fate = "property"\nby = "Switches"', 'fate = "canary"\nby = "lit"')
 
     confirmed, afresh = hunt.run(), hunt.run("--share", "1/1")

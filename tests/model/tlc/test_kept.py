@@ -1,4 +1,4 @@
-"""TLC in a JVM that is kept says what it says in one of its own, until it has said what it does not forget."""
+"""TLC gives the same results in a reused JVM as in a new one, until it has found a violated temporal property."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsync.model.process import Ending, Job, Outcome, TlcRun
 
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
-#: Configurations that check no temporal property, as a kept JVM wants them, and one that TLC cannot read.
+#: Configurations without temporal properties, which a reused JVM requires, and one that TLC cannot read.
 CONFIGS = {
     "Endless": Config("Unfair", {"Max": 2_000_000_000}, invariants=("TypeOK",)),
     "Safe": Config("Spec", {"Max": 3}, deadlock=True, invariants=("TypeOK",), properties=("Rises",)),
@@ -45,7 +45,7 @@ def job(specs: Path, name: str, timeout: float = 100.0) -> Job:
 
 
 def machine(kept: KeptTlc) -> int:
-    """The number of its process."""
+    """The process id of the JVM."""
     process = kept._process
     assert process is not None
     return process.pid
@@ -80,7 +80,7 @@ def test_after_a_temporal_property_was_violated_comes_another_jvm(kept: KeptTlc,
 def test_a_jvm_that_has_found_a_temporal_property_violated_finds_every_other_so(
     kept: KeptTlc, specs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why it is ended: once TLC has mended it, this fails, and it may be kept."""
+    """The reason why such a JVM is ended. This test fails once TLC has fixed it, and the JVM can be reused."""
     monkeypatch.setattr("modelcheck.kept._HARMLESS", frozenset({0, 2116}))
 
     kept.run(job(specs, "Unfair"))

@@ -1,4 +1,4 @@
-"""The manifest's reader."""
+"""The reader of the manifest."""
 
 from __future__ import annotations
 

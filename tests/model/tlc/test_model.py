@@ -1,4 +1,4 @@
-"""Our own model's manifest: nothing in `tla/` is left out of it, each rule and guarantee is spoken of. No TLC here."""
+"""The manifest of our model covers every module, rule and guarantee in `tla/`. TLC does not run here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightsync.model.text import Library, traps
 from weightsync.protocol._tables import GUARANTEES
 
 _FEWEST_CANARIES = 12
-#: Watches over TLC's own search, not over the protocol.
+#: Properties that check TLC's own search, not the protocol.
 _WATCHES = {"NothingWasLeftOut"}
 
 
@@ -32,7 +32,7 @@ def test_no_configuration_lies_beside_the_manifest_unread(model: Manifest) -> No
 
 def test_each_module_is_used(model: Manifest, library: Library) -> None:
     used = {module.name for found in model.configurations for module in library.closure(found.module)}
-    used |= {module.name for module in library.closure("Trace")}  # what `weightsync verify` has TLC follow traces with
+    used |= {module.name for module in library.closure("Trace")}  # with which `weightsync verify` checks traces
 
     assert used == {path.stem for path in model.folder.glob("*.tla")}
 
@@ -85,7 +85,7 @@ def test_each_property_of_a_proof_is_the_one_that_some_configuration_must_find_v
 
 
 def _defined(library: Library, root: str, name: str) -> tuple[str, str]:
-    """A property and the module that defines it: several modules have one of the same name, such as EverySendEnds."""
+    """A property and its defining module, since several modules define the same name, such as EverySendEnds."""
     found = library.resolve(root, name)
     assert found is not None
     return found.module, found.name
@@ -148,7 +148,7 @@ def test_each_rule_of_a_module_beside_the_protocol_has_its_revert(
     assert [found.name for found, config in of if found.purpose is Purpose.PROOF and _names(config, "Careless")] == []
 
 
-#: What these proofs are there for: no fewer versions, features or properties, or a name would stand for less.
+#: The least that each of these proofs covers: its versions, its features and its properties.
 _BESIDE = {
     "SharedTakeover": (
         1,
@@ -206,7 +206,7 @@ def test_what_the_bounds_leave_out_is_said(model: Manifest) -> None:
 
 
 def _names(config: Config, constant: str) -> list[Value]:
-    """A constant that is a set of strings; a configuration that has none has nothing in it."""
+    """The value of a constant that is a set of strings, or nothing if the configuration lacks the constant."""
     found = config.constants.get(constant, [])
     assert isinstance(found, list)
     return found

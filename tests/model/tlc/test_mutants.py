@@ -1,4 +1,4 @@
-"""Mutants of the model: what is read of its text, how it is changed, what a run makes of the changes. No TLC here."""
+"""Mutants of the model: parsing, mutation operators, judging runs, and the ledger. TLC does not run here."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def source(text: str, *roots: str, planted: Sequence[str] = ()) -> Source:
 
 
 def edits(body: str, operator: str) -> list[tuple[str, str]]:
-    """What an operator makes of a definition: each part that it changes, and what stands there then."""
+    """The changes that an operator makes to a definition, each as the part before and after."""
     found = mutants(source(f"A ==\n{textwrap.indent(textwrap.dedent(body), '  ')}\n====\n", "A"), ())
     return [(each.before, each.after) for each in found if each.operator == operator]
 
 
-# The reader.
+# The parser.
 
 
 def test_bulleted_lists_are_read_by_their_columns() -> None:
@@ -391,7 +391,7 @@ def test_a_ledger_that_does_not_say_what_it_must_is_refused(tmp_path: Path, brok
 
 
 class _InterruptedSession:
-    """One that is ended by hand after its first mutant."""
+    """A session that is interrupted after its first mutant."""
 
     def __init__(self, *about: object) -> None:
         del about
@@ -425,7 +425,7 @@ def test_a_run_that_is_ended_early_keeps_what_it_saw_where_it_pins(
     assert len(Ledger.read(lamp / "mutants.toml").entries) == known
 
 
-# Our own.
+# Our own ledger and model.
 
 
 def test_our_ledger_is_about_the_mutants_that_there_are(ledger: Ledger, whole: Sequence[Mutant]) -> None:
@@ -457,7 +457,7 @@ def test_each_situation_is_met_by_some_hunting_configuration(model: Manifest, le
     assert {each.partition(",")[0] for each in named} - _NOT_HUNTED == met
 
 
-#: Met by canaries of their own only: their graphs are too large to hunt in.
+#: Situations that only canaries of their own meet, since their graphs are too large for hunting.
 _NOT_HUNTED = {"WiderSend", "WonBack", "BackAfterFailure"}
 
 

@@ -1,4 +1,4 @@
-"""The reader of TLC's output, on what TLC once said."""
+"""The reader of TLC's output, on captured output of TLC."""
 
 from __future__ import annotations
 

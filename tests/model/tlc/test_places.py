@@ -1,4 +1,4 @@
-"""Parts of a model that no run evaluates: read from TLC's coverage, named by definition and text."""
+"""Parts of a model that no run evaluates are read from TLC's coverage, and named by definition and text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each clause of the promise (`tla/WeightSync.tla`) has a step in `tla/MCPromise.tla` that it alone refuses."""
+"""Each clause of the promise (`tla/WeightSync.tla`) has a step in `tla/MCPromise.tla` that only this clause refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.model.process import Ending, Job, TlcRun
 from weightsync.model.text import Library
 
 PROMISE, STEPS = "WeightSync", "MCPromise"
-#: Clauses that follow from others: no step is refused by them alone.
+#: Clauses that follow from others, so that no step is refused by them alone. With the reasons.
 IMPLIED = {
     ("Connect", "incarnation'[s] # 0"): "with incarnation[s] = 0 and the rest unchanged, 0 again changes nothing",
     ("Send", "lost \\cap refused = {}"): "of one that is in both the outcome says LOST, as if it were in lost alone",
@@ -25,7 +25,7 @@ Clause = tuple[str, str]
 
 
 def clauses(folder: Path) -> list[Clause]:
-    """Every conjunct of every action of the promise: the action, and the text in one line."""
+    """Every conjunct of every action of the promise, as the action and the text in one line."""
     library = Library(folder)
     following = library.resolve(PROMISE, "Next")
     assert following is not None
@@ -44,7 +44,7 @@ def _conjuncts(library: Library, action: str) -> Iterator[str]:
 
 
 def refused(folder: Path) -> list[Clause]:
-    """The clauses that MCPromise.tla has a step for, in its order."""
+    """The clauses for which MCPromise.tla has a step, in its order."""
     text = (folder / f"{STEPS}.tla").read_text(encoding="utf-8")
     steps = text[text.index("Steps == <<") : text.index("\n>>")]
     named = re.findall(r"^  \\\* (\w+): (.+)\n  S\(", steps, flags=re.MULTILINE)
@@ -86,7 +86,7 @@ def test_a_clause_that_is_taken_out_is_missed(tmp_path: Path, toolchain: Toolcha
 
 
 def without(folder: Path, clause: Clause) -> str:
-    """The promise's text without one clause."""
+    """The text of the promise, with one clause replaced by TRUE."""
     action, wanted = clause
     text = (folder / f"{PROMISE}.tla").read_text(encoding="utf-8")
     start = re.search(rf"^{action}\(", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Whole runs of the checker on the small model: what must make it fail does, and nothing is left behind."""
+"""Whole runs of the checker on the small model: it fails when it must, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found in a model's text: traps of TLC, temporal properties, the property that a place belongs to."""
+"""Analysis of a model's text: traps of TLC, temporal properties, and the properties at a place in the text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Known faults of TLC 2.18, each pinned as it is: expected wrong, and what we do against it.
+"""Known faults of TLC 2.18: each test pins the wrong behaviour, and our rule against it.
 
-A TLC that has mended one fails here, and says which rule has lost its reason.
+If a release of TLC fixes a fault, its test fails and says which rule is no longer needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_u
 
 @pytest.fixture
 def by_hand(toolchain: Toolchain, tmp_path: Path) -> ByHand:
-    """Runs TLC with arguments that our own runs never give it."""
+    """Runs TLC with arguments that our own runs never use."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(toolchain.java), "-XX:+UseSerialGC", f"-Djava.io.tmpdir={tmp_path}", "-cp", str(toolchain.jar)]

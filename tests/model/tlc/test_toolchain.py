@@ -1,4 +1,4 @@
-"""Java and TLC: found, verified, or asked for in one line."""
+"""Java and TLC are found and verified, or a message of one line says what to install."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightsync.model.toolchain import (
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without Java, Maven or a cached jar; the folder is what its PATH is."""
+    """A machine without Java, Maven or a cached jar. Returns the only folder on its PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

@@ -1,7 +1,7 @@
-"""Each action of the modules beside the protocol is taken in some proof.
+"""Some proof takes each action of the modules beside the protocol.
 
-Those of AckProtocol are taken in the small graphs (`tests/protocol/graph/test_graph.py`), and those of the families in
-their quick proofs (`test_families.py`).
+`tests/protocol/graph/test_graph.py` checks this for the actions of AckProtocol, in the small graphs, and
+`test_families.py` for those of the families, in their quick proofs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tlc_support import Recorder
 from weightsync.model import Coverage, Manifest, Purpose, Suite, Toolchain, find_model, vacuity
 
 _BESIDE = {"Backlog", "Shared", "Delta", "Parts", "Fanout", "Kernels", "Group", "Loader"}
-#: Proofs with more distinct states take no other actions, except for these.
+#: Proofs with more distinct states take no actions that the smaller ones do not, except for `_LARGER`.
 _LARGEST = 20_000
 _LARGER = {"FanoutSuperseded", "PartsTwoTravel"}
 
@@ -32,5 +32,5 @@ def test_each_action_beside_the_protocol_is_taken_in_some_proof(toolchain: Toolc
     verdicts = Suite(toolchain, model, recorder, Coverage.COUNTED).run(small)
 
     assert [complaint for verdict in verdicts for complaint in verdict.complaints] == []
-    # The actions of the protocol itself, which Shared.tla extends, are wanted of its own proofs.
+    # The actions of the protocol itself, which Shared.tla extends, must be taken in its own proofs.
     assert [each for each in vacuity(verdicts, model.planted) if not each.startswith("AckProtocol.")] == []

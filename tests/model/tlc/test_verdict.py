@@ -1,4 +1,4 @@
-"""When a run counts as expected: exit code, counts and the very property violated, all three."""
+"""A run counts as expected only if its exit code, its counts and the violated property are all as expected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 
 
 class Court:
-    """Judges captured runs as if a configuration had just given them."""
+    """Judges captured output as if it came from a run of a configuration."""
 
     def __init__(self, specs: Path, captured: Captured) -> None:
         self._manifest = Manifest.read(specs)

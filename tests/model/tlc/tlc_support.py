@@ -1,4 +1,4 @@
-"""What several tests of the checker share."""
+"""An observer that several tests of the checker share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightsync.model.verdict import Verdict
 
 
 class Recorder:
-    """An observer that keeps what it is called with."""
+    """An observer that records its calls."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
