@@ -1,4 +1,4 @@
-"""Both schemes over pipes, in the second generation's API; both sides in one process, or workers by forkserver."""
+"""Fixtures: both schemes over pipes, a trainer and a worker in one process, and worker processes by forkserver."""
 
 from duo import duo
 from fleet import crew, scheme_class

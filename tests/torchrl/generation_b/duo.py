@@ -1,4 +1,4 @@
-"""A trainer and a worker in one process, each with a scheme of its own: the second generation's verbs on both."""
+"""A trainer and a worker in one process, each with its own scheme, in the second generation's API."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weightsync import SyncReport
 
 
 class Reader(nn.Module):
-    """Its forward reads every tensor, bit by bit, and says which values it saw: one, if they are of one version."""
+    """A model whose forward reads every tensor, in two passes, and returns the values: one value means one version."""
 
     def __init__(self, parts: int = 24, size: int = 64) -> None:
         super().__init__()
         self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(parts)])
         self.register_buffer("mark", torch.zeros(size))
         self.fails: BaseException | None = None
-        #: Called in the middle of a forward.
+        #: Called in the middle of each forward.
         self.meanwhile: Callable[[], Any] = lambda: None
 
     def forward(self) -> set[float]:
@@ -36,14 +36,14 @@ class Reader(nn.Module):
 
 
 def reader(fill: float = 0.0) -> Reader:
-    """A `Reader` of that value."""
+    """A `Reader` whose every element is this number."""
     model = Reader()
     filled(model, fill)
     return model
 
 
 class Duo:
-    """A trainer's and a worker's scheme in this process."""
+    """The schemes of a trainer and a worker in this process."""
 
     def __init__(self, scheme_class: Any, make: Callable[[float], nn.Module] = reader, **options: Any) -> None:
         self.ours, self.theirs = multiprocessing.Pipe()
@@ -52,17 +52,17 @@ class Duo:
         self.sending.init_on_sender(model_id="policy", model=self.source, pipes=[self.ours])
 
     def arrive(self, **given: Any) -> None:
-        """The worker's init."""
+        """Initialise the worker's side."""
         self.receiving.init_on_receiver(**{"model_id": "policy", "pipe": self.theirs, "model": self.model, **given})
 
     def connect(self, **given: Any) -> None:
-        """Init in the worker, and connect on both sides."""
+        """Initialise the worker's side, and connect both sides."""
         self.arrive(**given)
         with beside(lambda: self.sending.connect(timeout=PATIENCE)):
             self.receiving.connect(worker_idx=0, timeout=PATIENCE)
 
     def send(self, fill: float, **options: Any) -> SyncReport:
-        """Send that value."""
+        """Set all weights to this number, and send them."""
         filled(self.source, fill)
         report: SyncReport = self.sending.send(**options)
         return report
@@ -76,7 +76,7 @@ class Duo:
 
 @contextlib.contextmanager
 def beside(function: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Run it on another thread during the block; what it raises is raised here, what it returned is yielded then."""
+    """Run a function on another thread during the block. Its result is appended to the list; its error is raised."""
     result: list[Any] = []
     raised: list[BaseException] = []
 
@@ -99,7 +99,7 @@ def beside(function: Callable[[], Any]) -> Iterator[list[Any]]:
 
 @pytest.fixture
 def duo(scheme_class: Any) -> Iterator[Duo]:
-    """A trainer and a worker, connected."""
+    """A connected trainer and worker."""
     made = Duo(scheme_class)
     made.connect()
     yield made

@@ -1,4 +1,4 @@
-"""The background receiver: versions go live between forwards, at once where nobody serves, and nothing is lost."""
+"""The background reader: versions go live between forwards, or at once in an idle worker, and none is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Oops(Exception):
 
 
 def serve_while(duo: Duo, ended: threading.Event, raising: bool) -> list[set[float]]:
-    """Run forwards without a pause until asked to end. Returns what each of them saw."""
+    """Run forwards without a pause until the event is set. Returns the values that each of them read."""
     seen = []
     while not ended.is_set():
         seen.append(duo.model())
@@ -52,7 +52,7 @@ def serve_while(duo: Duo, ended: threading.Event, raising: bool) -> list[set[flo
 
 
 def fail(duo: Duo) -> None:
-    """A forward that raises, of a module that has ours inside."""
+    """Run a forward that raises, of a module that calls our model."""
     outer = nn.Sequential()
     outer.forward = lambda: (duo.model(), _raise())  # type: ignore[method-assign]
     outer()
@@ -92,7 +92,7 @@ def test_g3_no_forward_sees_two_versions_and_a_busy_worker_starves_no_swap(
 def test_a_failed_connect_whose_end_was_interrupted_leaves_no_reader_beside_that_of_the_next(
     scheme_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first would have acked versions that the second had to pass on."""
+    """The first reader would have acked versions that the second had to pass on."""
     duo, readers = Duo(scheme_class), list[threading.Thread]()
     duo.arrive()
 
@@ -136,7 +136,7 @@ def test_a_version_that_arrives_during_a_forward_goes_live_after_it(duo: Duo) ->
 
 
 def test_the_outermost_forward_makes_live_what_is_staged_in_its_own_thread(duo: Duo) -> None:
-    """A worker that is never idle: the next forward begins before the last has let go."""
+    """In a worker that is never idle, the next forward begins before the reader can swap."""
     receiver = duo.receiving.get_receiver()
     swapped: list[str] = []
     shipped = receiver.target().swap
@@ -146,7 +146,7 @@ def test_the_outermost_forward_makes_live_what_is_staged_in_its_own_thread(duo: 
         duo.send(2.0)
         while receiver._served.staged is None:
             os.sched_yield()
-        receiver.driver.lock.acquire()  # the thread cannot be the first
+        receiver.driver.lock.acquire()  # keeps the reader from swapping first
     try:
         assert duo.model() == {2.0}
     finally:
@@ -185,7 +185,7 @@ def test_a_forward_that_is_captured_as_a_graph_swaps_nothing(
     duo: Duo, captures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver, swaps = duo.receiving.get_receiver(), list[float]()
-    out_of_the_way = threading.Event()  # the reader's thread, which would look at what is staged too
+    out_of_the_way = threading.Event()  # set by the reader, which then no longer handles staged versions
     monkeypatch.setattr(receiver, "receive_and_apply_here", out_of_the_way.set)
     receiver.driver.waker.fire()
     assert out_of_the_way.wait(PATIENCE)
@@ -199,7 +199,7 @@ def test_a_forward_that_is_captured_as_a_graph_swaps_nothing(
 
 @pytest.mark.parametrize("error", [Oops(), KeyboardInterrupt()], ids=repr)
 def test_a_forward_that_raises_lets_go_of_the_version(duo: Duo, error: BaseException) -> None:
-    """torch calls no hook after a KeyboardInterrupt."""
+    """torch calls no hooks after a KeyboardInterrupt."""
     duo.model.fails = error
     with pytest.raises(type(error)):
         duo.model()
@@ -234,7 +234,7 @@ def test_blocks_of_serving_without_a_pause_starve_no_swap(duo: Duo) -> None:
             for fill in range(2, 60):
                 assert duo.send(float(fill), timeout=PATIENCE).ok
                 patience = time.monotonic() + PATIENCE
-                while (fill, float(fill)) not in seen:  # however seldom a busy machine lets the other thread run
+                while (fill, float(fill)) not in seen:  # a busy machine may run the other thread rarely
                     assert time.monotonic() < patience
                     time.sleep(0.0001)
         finally:
@@ -284,12 +284,12 @@ def test_the_receivers_own_receive_waits_for_the_thread(duo: Duo) -> None:
 def test_an_interrupt_just_as_receive_begins_does_not_stop_the_thread(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It left the lock taken for good, and the thread answered nothing any more."""
+    """The interrupt used to leave the lock held, so that the reader stopped answering."""
 
     def struck(condition: Any) -> None:
         condition._lock.acquire()
         if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt  # a handler runs once a function in C has returned
+            raise KeyboardInterrupt  # as from a signal handler, which runs after a C function has returned
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Condition, "__enter__", struck)
@@ -301,7 +301,7 @@ def test_an_interrupt_just_as_receive_begins_does_not_stop_the_thread(
 
 
 def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(duo: Duo) -> None:
-    duo.sending.model = None  # what is registered in the trainer is refused there
+    duo.sending.model = None  # or the trainer would refuse the weights itself
     with pytest.raises(RefusedError):
         duo.sending.send({"another": torch.zeros(3)})
 
@@ -401,7 +401,7 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
 
         assert duo.receiving.receive(timeout=PATIENCE)["mark"].tolist() == [9.0] * 64
         assert duo.model() == {9.0}
-        duo.receiving.shutdown()  # until then its thread may be closing the pipe that its sender has left
+        duo.receiving.shutdown()  # before this, the reader may be closing the pipe that its sender has left
     ours.close()
     theirs.close()
 
@@ -443,7 +443,7 @@ def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
 def test_a_receive_that_waits_when_the_thread_is_stopped_reads_the_next_version_itself(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`connect` stops the thread if it fails, which a `receive` in another thread may be waiting for."""
+    """A `connect` that fails stops the reader, for which a `receive` in another thread may be waiting."""
     receiver, waits = duo.receiving.get_receiver(), threading.Event()
     background, shipped = receiver._listening.background_reader, Background.wait_until
     assert isinstance(background, Background)
@@ -573,7 +573,7 @@ def test_what_a_property_of_the_users_raises_refuses_the_version_and_later_ones_
 
 
 class Fragile(nn.Module):
-    """Its extra state can be set neither forth nor back."""
+    """A module whose extra state, once it is worn out, can be neither set nor restored."""
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -629,14 +629,14 @@ def test_the_guard_moves_with_the_model_and_an_equal_model_serves_the_same_versi
     duo.receiving.model = another
 
     assert not duo.model._forward_hooks
-    assert len(another._forward_hooks) == 2  # the inert one that came with the copy, and ours
+    assert len(another._forward_hooks) == 2  # the inert hook of the copy, and ours
     assert duo.receiving.get_receiver().version == 1
     assert duo.send(2.0).ok
     assert (duo.model(), another()) == ({1.0}, {2.0})
 
 
 class Struck(Reader):
-    """A model that SIGUSR1 comes to as it gets a hook."""
+    """A model that raises SIGUSR1 while a hook is registered."""
 
     receiver: WeightReceiver
 

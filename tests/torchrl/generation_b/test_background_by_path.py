@@ -1,4 +1,4 @@
-"""G2 for a model that is found by its path, with a background receiver: another module there is served from then on."""
+"""G2 for a model found by its path, with a background reader: a module that replaces it is served from then on."""
 
 from __future__ import annotations
 

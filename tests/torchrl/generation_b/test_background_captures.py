@@ -1,4 +1,4 @@
-"""A worker that captures CUDA graphs while a background thread receives: what waits for what."""
+"""A worker that captures CUDA graphs while its background reader receives: each waits for the other."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from weightsync.weights.device import captures, cuda, registry
 from weightsync.weights.device.captures import Captures
 
-#: Seconds in which a thread that does not wait would long have done its work.
+#: Seconds in which a thread that does not wait has certainly finished.
 A_WHILE = 0.3
 
 
 class Graph:
-    """A graph that captures nothing."""
+    """A CUDA graph that captures nothing, and fails on request."""
 
     def __init__(self) -> None:
         self.fails: set[str] = set()
@@ -41,7 +41,7 @@ class Graph:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    """The captures of this process, in which CUDA counts as used."""
+    """The captures of this process, in which CUDA counts as initialized."""
     kind = type("Own", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
     made = Captures(kind)
     for module in (registry, cuda):
@@ -76,7 +76,7 @@ def test_a_background_reader_calls_no_device_while_another_thread_captures(
     monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
     assert duo.send(2.0, timeout=PATIENCE).ok
     graph = graph_of(graphs)
-    with graphs.apart():  # wraps the class
+    with graphs.apart():  # the first call wraps the methods of the class
         pass
     graph.capture_begin()
     sender = duo.sending.get_sender()
@@ -95,7 +95,7 @@ def test_a_forward_makes_no_version_live_while_another_thread_captures(
     monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
     assert duo.send(2.0, timeout=PATIENCE).ok
     receiver, sender, graph = duo.receiving.get_receiver(), duo.sending.get_sender(), graph_of(graphs)
-    with receiver.serving():  # the version is staged, and waits for the end of the block
+    with receiver.serving():  # the version is staged here, but swapped only after the block
         sender.send_async(filled(duo.source, 3.0))
         while receiver._served.staged is None:
             time.sleep(0.001)
@@ -110,7 +110,7 @@ def test_a_forward_makes_no_version_live_while_another_thread_captures(
 
 
 class PassesOn:
-    """Has workers of its own. While their weights are packed, another thread begins a capture."""
+    """A relay. While it passes weights on to its workers, another thread begins a capture."""
 
     def __init__(self, graph: Any) -> None:
         self.graph, self.captured, self.too_early = graph, threading.Event(), False
@@ -168,7 +168,7 @@ def test_who_captures_without_a_pause_lets_a_thread_that_waits_receive(graphs: C
 @pytest.mark.parametrize("fails", ["begin", "end"])
 def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> None:
     graph = graph_of(graphs)
-    with graphs.apart():  # in which this thread itself may capture
+    with graphs.apart():  # does not keep this thread itself from capturing
         capture(graph)
     graph.fails.add(fails)
     with pytest.raises(RuntimeError, match=f"capture_{fails}"):

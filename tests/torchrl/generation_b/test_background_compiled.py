@@ -1,4 +1,4 @@
-"""Models that torch compiles, while versions arrive in the background."""
+"""Compiled models (`torch.compile`), while versions arrive in the background."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.clock import Deadline
 
 
 class Doubled(nn.Module):
-    """It is called in one graph, or in two with something between them."""
+    """A model that is compiled to one graph, or to two with a call between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def outside(function: Callable[[], Any]) -> None:
 
 @pytest.fixture
 def compiled(scheme_class: Any) -> Any:
-    """A trainer and a worker, connected; the worker's model, compiled; and the graphs that were compiled."""
+    """A connected trainer and worker, the worker's compiled model, and the list of compiled graphs."""
     torch._dynamo.reset()
     duo, graphs = Duo(scheme_class, make=lambda fill: filled(Doubled(), fill)), []
 
@@ -46,14 +46,14 @@ def compiled(scheme_class: Any) -> Any:
         return graph.forward
 
     duo.connect()
-    with torch.no_grad():  # else torch's compiler warns of a gradient that it looks at itself
+    with torch.no_grad():  # otherwise torch's compiler warns about a gradient that it reads itself
         yield duo, torch.compile(duo.model, backend=backend), graphs
     duo.end()
     torch._dynamo.reset()
 
 
 def stage(duo: Duo, fill: float) -> None:
-    """Send, and wait until the version is staged; the caller serves the model meanwhile."""
+    """Send a version, and wait until it is staged. The caller holds the model being served, so no swap follows."""
     filled(duo.source, fill)
     duo.sending.get_sender().send_async()
     deadline = Deadline(PATIENCE)

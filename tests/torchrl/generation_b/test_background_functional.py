@@ -1,4 +1,4 @@
-"""Models that are called with other tensors (`torch.func.functional_call`), while versions arrive in the background."""
+"""Models called with other tensors (`torch.func.functional_call`), while versions arrive in the background."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync.engine.background import LOOK_AGAIN
 
 
 class Outer(nn.Module):
-    """A module around the one that is served. Something happens before it calls that."""
+    """A module around the served model, which calls a function before the model."""
 
     def __init__(self, inner: Reader) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Outer(nn.Module):
 
 
 def given(model: nn.Module, fill: float) -> dict[str, Tensor]:
-    """Plain tensors with that value, by the names of a model's parameters."""
+    """Plain tensors filled with this number, by the names in a model's state dict."""
     return {name: torch.full_like(tensor, fill).detach() for name, tensor in model.state_dict().items()}
 
 
 def until(met: Callable[[], bool]) -> None:
-    """Wait for something that other threads do."""
+    """Wait until other threads make the condition true."""
     deadline = Deadline(PATIENCE)
     while not met():
         assert not deadline.passed
@@ -53,7 +53,7 @@ def test_g2_a_version_does_not_go_live_in_tensors_that_a_forward_was_given(
     def meanwhile() -> None:
         filled(duo.source, 2.0)
         sender.send_async()
-        until(lambda: receiver.awaits_parameters)  # the reader has tried: no forward of the model itself is under way
+        until(lambda: receiver.awaits_parameters)  # the reader has tried: no forward of the model itself runs
         threading.Event().wait(5 * LOOK_AGAIN)  # and has tried again
 
     outer = Outer(duo.model)
@@ -64,7 +64,7 @@ def test_g2_a_version_does_not_go_live_in_tensors_that_a_forward_was_given(
     assert {float(value) for tensor in mine.values() for value in tensor.flatten()} == {7.0}
     assert (constants(duo.model), receiver.version) == ({2.0}, 2)
     assert ["The version waits" in message for message in caplog.messages].count(True) == 1
-    # The reader acks before it is done.
+    # The reader acks before it resets these.
     until(lambda: not receiver.awaits_parameters and not receiver.target().refuses_functional_calls)
     assert duo.send(3.0).ok
     assert duo.model() == {3.0}

@@ -1,4 +1,4 @@
-"""A worker with workers of its own: it answers once they were updated, and reports their outcomes."""
+"""Relays: a worker with workers of its own acks a version once these are updated, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.weights.target import Target
 
 
 class Manager:
-    """A worker's context that has workers of its own."""
+    """The context of a worker with workers of its own, which records the versions passed on to these."""
 
     def __init__(self, duo: Duo) -> None:
         self.duo = duo
@@ -73,7 +73,7 @@ def test_g2_weights_that_took_a_versions_place_before_it_was_handed_on_are_not_h
     with beside(lambda: duo.send(2.0, timeout=PATIENCE, on_failure="report")) as sent:
         while receiver._served.staged is None:
             assert not sent
-        receiver.driver.lock.acquire()  # the reader cannot hand on yet what the next forward swaps in
+        receiver.driver.lock.acquire()  # the reader cannot yet pass on the version that the next forward swaps in
         busy.close()
         assert duo.model() == {2.0}
         receiver.register_model(reader(7.0))
@@ -86,7 +86,7 @@ def test_g2_weights_that_took_a_versions_place_before_it_was_handed_on_are_not_h
 
 
 class Unconnected:
-    """A scheme to a collector's own workers."""
+    """The scheme for a collector's own workers, not yet connected."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -100,7 +100,7 @@ class Unconnected:
 
 @pytest.mark.parametrize("what", ["it has connected", "it was shut down"])
 def test_a_collector_that_is_being_made_is_handed_the_first_version_once(what: str, scheme_class: Any) -> None:
-    """One of TorchRL's connects the schemes by which it receives before those to its own workers."""
+    """TorchRL's collectors connect the schemes by which they receive before the schemes for their own workers."""
     duo = Duo(scheme_class, strategy="tensordict")
     made: Any = Manager(duo)
     made.num_workers, own = 1, Unconnected()
@@ -121,7 +121,7 @@ def test_a_collector_that_is_being_made_is_handed_the_first_version_once(what: s
 
 
 def test_a_context_that_was_set_before_init_is_handed_versions_too(scheme_class: Any) -> None:
-    """TorchRL's InferenceServer sets it so, and counts versions by these calls."""
+    """TorchRL's InferenceServer sets the context in this way, and counts versions by these calls."""
     duo = Duo(scheme_class, strategy="tensordict")
     duo.receiving.context = made = Manager(duo)
     duo.connect()
@@ -228,7 +228,7 @@ def test_a_forward_that_swaps_leaves_the_relaying_to_the_thread(manager: Manager
 
 
 class Leaf:
-    """As a TorchRL collector without workers of its own: it has the method, and no scheme to use it with."""
+    """Like a TorchRL collector without workers of its own, which has the method but no scheme for its workers."""
 
     def __init__(self, schemes: Any) -> None:
         self._weight_sync_schemes = schemes
@@ -248,7 +248,7 @@ def test_a_collector_without_workers_is_not_asked_to_relay(schemes: Any) -> None
 
 
 class Branch(Leaf):
-    """As a TorchRL collector with workers of its own, whose schemes take a TensorDict."""
+    """Like a TorchRL collector with workers of its own, whose schemes take a TensorDict."""
 
     handed: Any = None
 
@@ -268,7 +268,7 @@ def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(s
 
 
 class Relaying(Branch):
-    """Its own workers make their policies. It has none itself, and reports that as TorchRL's collectors do."""
+    """A collector without a policy, whose workers make their own. It raises the error of TorchRL's collectors."""
 
     policy = None
 
@@ -307,7 +307,7 @@ def test_a_collector_without_a_model_or_workers_of_its_own_is_told_that_it_has_n
 
 
 class WithNotes(nn.Module):
-    """Has extra state."""
+    """A module with extra state."""
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
 def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connect_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The background thread may be faster than `connect`, which had then waited until its deadline."""
+    """If the background reader refused the version early, `connect` used to wait until its deadline."""
     start = Background.start
 
     def start_and_be_refused(background: Background) -> None:
@@ -362,7 +362,7 @@ def test_a_worker_without_a_model_of_its_own_cannot_choose_among_the_weights_tha
 
 
 class Counting(Leaf):
-    """And it counts the versions that its trajectories are tagged with."""
+    """A collector without workers that counts versions, with which it tags its trajectories."""
 
     policy_version_tracker = object()
     counted = 0
@@ -386,7 +386,7 @@ def test_a_collector_that_counts_versions_counts_each_before_it_is_answered_for(
 
 
 def test_two_levels_of_our_own_schemes(scheme_class: Any) -> None:
-    """A tree: the middle worker's send raises if its own worker refuses, and the root hears of it."""
+    """If the lowest worker refuses a version, the middle worker's send raises, and so does the root's."""
     top = Duo(scheme_class)
     low = Duo(scheme_class)
 

@@ -1,4 +1,4 @@
-"""The second generation's init in all its forms, the rendez-vous, and the scheme's own send."""
+"""All forms of init in the second generation, the rendezvous, and the scheme's own send."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from weightsync import (
 from weightsync.protocol.sender import LinkState
 from weightsync.schemes.registry import _registered
 
-# ------------------------------------------------------------------------- workers that a scheme makes pipes for
+# ------------------------------------------------------------------------- pipes that the scheme creates
 
 
 def meet(setup: WorkerSetup, worker: int, make: Any = small) -> None:
-    """A worker's init and connect, with the scheme that it was started with."""
+    """Initialise and connect a worker, with the scheme that was passed to its process."""
     setup.model = make()
     setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=worker)
     setup.scheme.connect(worker_idx=worker, timeout=PATIENCE)
@@ -64,7 +64,7 @@ def finish(setup: WorkerSetup) -> None:
 
 
 def begun(crew: Crew, scheme: Any, workers: list[int]) -> list[Any]:
-    """Workers started with the scheme, which is then connected on both sides."""
+    """Start workers with the scheme, and connect both sides."""
     started = crew.start(scheme, len(workers))
     for worker, process in zip(workers, started, strict=True):
         process.tell(meet, worker)
@@ -80,7 +80,7 @@ def weights(fill: float) -> TensorDict:
     return extracted
 
 
-#: Forms that give each worker its own weights; where all get the same, each form is in test_names_generation_b.py.
+#: Forms that give each worker its own weights. test_names_generation_b.py has the forms with the same for all.
 FORMS: dict[str, dict[str, Any]] = {
     "params_map": {"params_map": {0: weights(1.0), 1: weights(2.0)}},
     "weights and device_map_fn": {
@@ -107,7 +107,7 @@ def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
 
 
 def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> None:
-    """A worker that is started with the scheme would take one, and wait for nobody."""
+    """A worker that was started with the scheme would use such a pipe, and wait for a sender that does not exist."""
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as scheme:
         for given in ({"processes": [None]}, {"fence": "none", "num_workers": 3}):
@@ -124,7 +124,7 @@ def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> N
 def test_a_scheme_may_be_closed_while_it_gives_up_the_workers_ends(
     scheme_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing a descriptor lets another thread run."""
+    """While a descriptor is being closed, another thread may run and close the scheme."""
     scheme = scheme_class()
     scheme.init_on_sender(model=small(), num_workers=2)
     ends = tuple(scheme._ends.values())
@@ -170,7 +170,7 @@ def test_a_contradictory_init_is_refused_and_can_be_made_again(given: dict[str, 
         scheme.init_on_sender(model=small(), num_workers=1)
 
 
-# ------------------------------------------------------------------------------------------ the rendez-vous
+# ------------------------------------------------------------------------------------------ the rendezvous
 
 
 def test_the_links_are_created_at_connect_where_the_scheme_makes_the_pipes() -> None:
@@ -355,7 +355,7 @@ def test_a_send_before_connect_and_after_shutdown_is_refused(duo: Duo) -> None:
 
 
 def test_a_send_first_abandons_what_was_reported_and_then_sends(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duo.sending.get_sender(), "wait_async", None)  # it is not waited for again
+    monkeypatch.setattr(duo.sending.get_sender(), "wait_async", None)  # the send must not call it
     with duo.receiving.get_receiver().serving():
         with pytest.raises(AckTimeoutError):
             duo.send(2.0, timeout=0.05)
@@ -378,7 +378,7 @@ def test_a_send_first_waits_for_what_was_not_reported(duo: Duo) -> None:
 
 def test_not_waiting_tells_of_a_failure_at_the_next_send_which_is_dispatched(duo: Duo) -> None:
     duo.sending.sync = False
-    duo.sending.model = None  # so that the worker has to refuse them
+    duo.sending.model = None  # or the trainer would refuse the weights, not the worker
     duo.sending.send({"another": torch.zeros(1)})
     duo.sending.model = duo.source
 
@@ -466,7 +466,7 @@ def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
             process.do(finish)
 
 
-# ---------------------------------------------------------------------------------------- what can be seen
+# ---------------------------------------------------------------------------------------- properties
 
 
 def test_the_properties_tell_of_each_side(duo: Duo) -> None:
@@ -530,7 +530,7 @@ def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme
 
 
 class Unready:
-    """A context that has a policy, but cannot give a model yet."""
+    """A context with a policy, whose `get_model` raises."""
 
     def __init__(self) -> None:
         self.policy = small(1.0)
@@ -720,7 +720,7 @@ PLUGGED = {"plugged": "Mine", "shared": "Mine", "lacking": "Missing"}
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that names schemes in its metadata: one, one like ours, and one that it does not have."""
+    """A package with entry points: a new backend, one with the name of ours, and one without its attribute."""
     names = "".join(f"{name} = installed_plugin:{it}\n" for name, it in PLUGGED.items())
     (tmp_path / "installed_plugin.py").write_text("from weightsync import NoWeightSyncScheme as Mine", "utf-8")
     (tmp_path / "installed_plugin-1.dist-info").mkdir()
@@ -816,7 +816,7 @@ def test_a_model_has_no_weights_after_an_init_that_was_refused_either() -> None:
 
 @contextlib.contextmanager
 def connecting(sending: Any) -> Iterator[None]:
-    """Connect the trainer's scheme during the block, which its worker may end."""
+    """Connect the trainer's scheme during the block, though its worker may end in the block."""
 
     def connect() -> None:
         with contextlib.suppress(WorkerLostError):

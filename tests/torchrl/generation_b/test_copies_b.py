@@ -17,7 +17,7 @@ from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, State, 
 
 
 def bare(scheme: Any) -> bool:
-    """Whether it is as new: neither side, nothing that leads anywhere."""
+    """Whether a scheme is uninitialized: no side is initialized or connected, and it has no model, context or pipes."""
     sides = (scheme.initialized_on_sender, scheme.initialized_on_receiver)
     met = (scheme.synchronized_on_sender, scheme.synchronized_on_receiver)
     seen = (scheme.model, scheme.model_id, scheme.context, scheme.worker_idx, scheme._ends, scheme.sender_transports)
@@ -25,7 +25,7 @@ def bare(scheme: Any) -> bool:
 
 
 def stages(scheme_class: Any) -> Any:
-    """A scheme's life, stage by stage."""
+    """A pair of schemes in each stage of their lives."""
     duo = Duo(scheme_class, strategy="state_dict", sync=False)
     yield duo.sending, duo
     duo.arrive()
@@ -99,7 +99,7 @@ def test_both_sides_on_one_object_are_independent_machines(scheme_class: Any) ->
 
 
 def test_a_forked_child_of_the_trainer_is_new_but_for_its_end_of_the_pipe(scheme_class: Any) -> None:
-    """And so a forked worker needs nothing but its index."""
+    """So a forked worker needs only its index."""
     scheme = scheme_class()
     scheme.init_on_sender(model=small(1.0), num_workers=2)
     children = []
@@ -128,7 +128,7 @@ def forked(scheme: Any, worker: int) -> int:
 
 
 def took(setup: WorkerSetup, worker: int) -> tuple[list[int], int]:
-    """Take one's end: which came along, and how many sockets more than before the process holds afterwards."""
+    """Initialise a worker. Returns the ends of pipes that came with the scheme, and the sockets open afterwards."""
     came = sorted(setup.scheme._ends)
     setup.scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=worker)
     return came, sum("socket" in target for target in descriptors().values())
@@ -176,7 +176,7 @@ def test_a_worker_comes_back_over_a_new_pipe(scheme_class: Any) -> None:
 
 
 def test_descriptors_are_all_given_back() -> None:
-    gc.collect()  # what other tests have left
+    gc.collect()  # of objects that other tests have left
     before = descriptors()
     for _ in range(3):
         with MultiProcessWeightSyncScheme() as scheme:

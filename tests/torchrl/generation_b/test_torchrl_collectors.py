@@ -1,4 +1,4 @@
-"""TorchRL's own collectors, on a real environment, with our schemes: the weights arrive in their workers."""
+"""TorchRL's own collectors with our schemes, on a real environment: the weights reach their workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FRAMES = 40
 
 @pytest.fixture
 def collected() -> Iterator[None]:
-    """A collector's queues hold semaphores until they are collected."""
+    """Collect garbage after the test, since the queues of a collector hold semaphores until then."""
     yield
     gc.collect()
 
@@ -73,7 +73,7 @@ class Normalised(nn.Module):
 
 
 def test_the_extra_state_in_weights_of_their_strategy_is_applied(scheme_class: Any) -> None:
-    """A `RayCollector` extracts the weights with it itself."""
+    """A `RayCollector` itself extracts the weights with TorchRL's strategy."""
     duo = Duo(scheme_class, make=Normalised, strategy="tensordict")
     duo.connect()
 
@@ -96,7 +96,7 @@ def test_weights_of_their_strategy_can_be_written_into() -> None:
     ("kind", "collector_class", "under_way", "start"),
     [
         (SharedMemWeightSyncScheme, MultiSyncCollector, 0, "spawn"),
-        # Each worker has begun a batch, and a slow one's may be the last to come. Forked, which is cheap.
+        # Each worker has begun a batch, and a slow worker's may arrive last. Forking is cheaper than spawning.
         (MultiProcessWeightSyncScheme, MultiAsyncCollector, 2, "fork"),
     ],
     ids=["shared, in step", "pipes, out of step"],
@@ -132,7 +132,7 @@ def test_a_collectors_workers_act_by_the_weights_that_were_sent(
         assert (report[0].kind, report[1].kind) == (OutcomeKind.LOST, OutcomeKind.APPLIED)
     finally:
         scheme.shutdown()
-        for process in collector.procs:  # one of them is dead: the collector's own shutdown would wait for it
+        for process in collector.procs:  # the collector's own shutdown would wait for the dead one
             process.kill()
             process.join()
         collector.closed = True

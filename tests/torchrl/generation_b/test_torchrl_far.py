@@ -1,8 +1,8 @@
-"""TorchRL's collectors whose workers are reached over RPC and torch.distributed, on our schemes and updaters.
+"""TorchRL's collectors with workers over RPC and torch.distributed, on our schemes and updaters.
 
-What does not run with TorchRL's own schemes either is not asked of ours: a `DistributedCollector` whose workers have
-workers of their own never gives a batch. Weights as a dict, weights worker by worker and policies without weights fail
-with TorchRL's own over both; with ours they work.
+Situations that no scheme of TorchRL's supports are not tested: a `DistributedCollector` whose workers have workers of
+their own never returns a batch. Weights as a dict, weights for each worker and policies without weights fail with
+TorchRL's own schemes over both, and work with ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = [pytest.param("rpc", marks=pytest.mark.rpc), pytest.param("distributed",
 
 
 def printed(kind: str, situation: str) -> list[Any]:
-    """What the program says step by step. All of its processes have ended with it."""
+    """Run the program, and return its output for each step. Fails if any of its processes is left."""
     command = [sys.executable, str(PROGRAM), kind, situation, str(free_port())]
     process = subprocess.Popen(
         command,
@@ -54,7 +54,7 @@ def printed(kind: str, situation: str) -> list[Any]:
 
 
 def ended(group: int, patience: float = 30.0) -> bool:
-    """Whether no process of a group is left, multiprocessing's helpers included."""
+    """Whether all processes of a group end in time, including the helpers of multiprocessing."""
     given_up = time.monotonic() + patience
     while True:
         try:

@@ -1,6 +1,6 @@
-"""What users do with TorchRL's multi-process collectors, on our schemes: policies, weights, workers, models, options.
+"""Uses of TorchRL's multi-process collectors on our schemes: policies, weights, workers, models, options.
 
-The workers are forked, which costs a tenth of spawning them; `test_torchrl_collectors` spawns once.
+The workers are forked, which costs a tenth of the time of spawning. `test_torchrl_collectors` spawns once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Making = Callable[..., Any]
 
 @pytest.fixture
 def multi(monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
-    """Makes a collector of forked workers, in step if nothing else is said. It is shut down at the end."""
+    """Makes collectors of forked workers, by default synchronous, and shuts them down at the end."""
     start_workers_by("fork", monkeypatch)
     made: list[Any] = []
 
@@ -62,7 +62,7 @@ def multi(monkeypatch: pytest.MonkeyPatch) -> Iterator[Making]:
     yield make
     while made:
         made.pop().shutdown()
-    gc.collect()  # a collector's queues hold semaphores until they are collected
+    gc.collect()  # a collector's queues hold semaphores until then
 
 
 @pytest.fixture(params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared", "pipes"])
@@ -76,7 +76,7 @@ def served(scheme: Any) -> list[int]:
 
 
 def halves(batch: Any) -> list[set[int]]:
-    """The actions of each worker, in a batch of workers in step."""
+    """The actions of each worker in a batch of a synchronous collector."""
     return [chosen(part) for part in batch.reshape(-1).split(FRAMES // WORKERS)]
 
 
@@ -135,7 +135,7 @@ def test_without_a_policy_in_the_trainer_an_update_without_weights_says_what_is_
 
 
 def test_a_policy_without_weights_has_versions_and_acks_as_any_other(scheme: Any, multi: Making) -> None:
-    """`RandomPolicy` is a callable, and no module: its layout is empty."""
+    """`RandomPolicy` is a callable, not a module, so its layout is empty."""
     collector = multi(scheme, policy_factory=random_policy)
 
     for version in (1, 2):
@@ -220,7 +220,7 @@ def lacks(path: str) -> Any:
 
 
 def test_it_is_refused_before_the_collector_starts_its_workers(scheme: Any) -> None:
-    """Otherwise they would wait for the scheme's handshake until the collector terminates them."""
+    """Otherwise the workers would wait for the handshake until the collector terminates them."""
     collector = SimpleNamespace(_weight_sync_schemes={}, num_workers=2, get_model=lacks)
 
     with pytest.raises(ModelPathError, match=r"set scheme\.model = "):
@@ -230,7 +230,7 @@ def test_it_is_refused_before_the_collector_starts_its_workers(scheme: Any) -> N
 
 @pytest.mark.parametrize("how", ["by init_on_sender", "before"])
 def test_a_model_that_only_the_workers_have_is_given_to_the_scheme(how: str) -> None:
-    """As a transform of the environment is, which the trainer's collector does not have."""
+    """For example a transform of the environment, which the trainer's collector does not have."""
     collector = Collector(cartpole, policy(0), frames_per_batch=8, total_frames=8)
     collector._weight_sync_schemes = {}
     ours, theirs = Pipe()
@@ -306,7 +306,7 @@ def test_a_collectors_state_has_the_weights_that_were_sent(scheme: Any, multi: M
     held = state["worker0"]["policy_state_dict"]["module.0.bias"]
     assert torch.equal(held, policy(1).module[0].bias)
     collector.load_state_dict(state)
-    multiprocessing.resource_sharer.stop(timeout=10)  # of this process, which has sent tensors to the workers
+    multiprocessing.resource_sharer.stop(timeout=10)  # this process has sent tensors to the workers
 
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
@@ -318,7 +318,7 @@ def test_workers_out_of_step_take_an_update_each(kind: Any, multi: Making) -> No
     choose(made, 1)
     collector.update_policy_weights_()
 
-    # Each worker may have had a batch under way.
+    # Each worker may have begun a batch before the update.
     assert sum(chosen(next(batches)) != {1} for _ in range(4)) <= WORKERS
 
 
@@ -355,11 +355,11 @@ def test_an_evaluator_takes_weights_by_our_scheme(backend: str, scheme: Any, mul
         gc.collect()
 
 
-# ------------------------------------------------------------------------------------- nothing is sent, and updaters
+# ------------------------------------------------------------------------------------- refusals, and updaters
 
 
 def test_a_policy_that_nobody_brings_weights_for_is_refused(multi: Making) -> None:
-    """A collector sends its policy to the workers without its weights: with those they would act by NaN."""
+    """A collector passes its policy to the workers without its weights, so they would act with NaN."""
     with pytest.raises(ConfigurationError, match=r"NoWeightSyncScheme sends none.*policy_factory="):
         multi(NoWeightSyncScheme(), policy=policy(0))
 
@@ -400,7 +400,7 @@ def test_a_policy_that_each_worker_makes_needs_no_weights(multi: Making) -> None
 
 
 def test_a_factory_whose_policy_has_no_weights_yet_is_refused(scheme: Any, multi: Making) -> None:
-    """The collector raises the worker's own error, or its scheme does if it has not heard from all workers yet."""
+    """The collector raises the worker's own error, or the scheme does, if not all workers have reported yet."""
     with pytest.raises((ConfigurationError, WorkerLostError), match="came without its weights"):
         multi(scheme, policy_factory=lambda: policy(0).to("meta"))
 
@@ -446,7 +446,7 @@ def test_a_collector_in_this_process_takes_our_updater(how: str) -> None:
     collector = Collector(cartpole, made, frames_per_batch=FRAMES, total_frames=-1, weight_updater=given)
     batches = iter(collector)
     assert updater.collector is collector
-    assert chosen(next(batches)) == {0}  # it was not called when the collector was made
+    assert chosen(next(batches)) == {0}  # creating the collector did not call the updater
 
     collector.update_policy_weights_()
 

@@ -1,4 +1,4 @@
-"""Each worker is sent weights of its own: one call, several versions, one report."""
+"""Sends with different weights for each worker: one call, several versions, one report."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weightsync.protocol.report import OutcomeKind
 
 
 def small(fill: float) -> nn.Module:
-    """A layer of that value."""
+    """A layer whose every weight is this number."""
     return filled(nn.Linear(2, 2), fill)
 
 
 class Trio:
-    """A trainer and three workers in this process, with models that ``make`` makes of a value."""
+    """A trainer and three workers in this process. ``make`` creates a model filled with a number."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Trio:
             thread.join(PATIENCE)
 
     def served(self) -> list[set[float]]:
-        """What each worker's model holds."""
+        """The distinct values in each worker's model."""
         return [constants(model) for model in self.models]
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ def test_all_weights_that_cannot_be_sent_are_named() -> None:
 
 
 def test_without_waiting_a_refusal_of_one_worker_is_raised() -> None:
-    """`sync=False`: the first worker's update is settled by the second's, in the same call."""
+    """With `sync=False`, the second worker's update settles that of the first in the same call."""
     with trio(sync=False) as three:
         with pytest.raises(SyncError) as raised:
             three.sending.send({0: nn.Linear(7, 7), 1: small(2.0), 2: small(3.0)}, timeout=PATIENCE)
@@ -153,7 +153,7 @@ def test_without_waiting_a_refusal_of_one_worker_is_raised() -> None:
 
 
 class Adapted(nn.Module):
-    """Adapters with one value, which change nothing when they are merged, as those of a new LoRA model."""
+    """A base with adapters of one value. Merging changes nothing, as in a new LoRA model."""
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Adapted(nn.Module):
 
 
 class OnSparse(nn.Module):
-    """Adapters of a base whose weights cannot be sent."""
+    """A base whose weights cannot be sent, with adapters."""
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_workers_get_their_own_of_the_chosen_weights_whatever_the_others_are(mak
 
 
 def of_init(fill: float) -> dict[str, Any]:
-    """As `init_on_sender` is given weights worker by worker."""
+    """The arguments with which `init_on_sender` gets weights for each worker."""
     return {"params_map": {worker: dict(small(fill + worker).state_dict()) for worker in range(3)}}
 
 

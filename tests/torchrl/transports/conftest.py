@@ -1,4 +1,4 @@
-"""Both schemes over pipes, in turn; workers by forkserver."""
+"""Fixtures: both schemes over pipes, and worker processes by forkserver."""
 
 from fleet import crew, pair, scheme_class, three
 

@@ -1,7 +1,7 @@
-"""The calls of either generation's documentation, where both call one thing by one name: ours takes each of them.
+"""The documented calls of names that both generations use for the same thing. Our signatures accept each of them.
 
-That a call is taken is compared here; what it means is for the tests of each class. Generation B's calls are read from
-TorchRL itself (`test_signatures.py`); written down are generation A's, and what is documented besides.
+Only that a call is accepted is tested with these; the tests of each class check what it does. Listed are the calls of
+generation A, and other documented forms. `test_signatures.py` reads generation B's calls from TorchRL itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ X: Final = object()
 
 
 def given(*positional: Any, **keywords: Any) -> Form:
-    """One call."""
+    """One call, as its positional and keyword arguments."""
     return positional, keywords
 
 
-#: What `create_transport` of any scheme takes in generation A.
+#: The calls of `create_transport` of any scheme in generation A.
 A: Final = (given(X), given(pipe_or_context=X))
 
-#: The transports, and how each sends and receives.
+#: The transports, and the calls with which each sends and receives.
 TRANSPORTS: Final = ("MPTransport", "SharedMemTransport", "RayTransport", "RPCTransport", "DistributedTransport")
 SENT: Final = (given("policy", X), given(model_id="policy", weights=X), given(X), given(weights=X))
 RECEIVED: Final = (given(), given(1.0), given(timeout=None), given(timeout=1.0, weights=X, model=X, strategy=X))

@@ -1,4 +1,4 @@
-"""What a worker process of generation B can be asked to do: the scheme comes to it pickled, after `init_on_sender`."""
+"""Functions for worker processes of generation B, which get the pickled scheme after `init_on_sender`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.clock import Deadline
 
 
 class Collector:
-    """What TorchRL calls a context, on a worker: it has the model, and hands updates on to its own sub-collectors."""
+    """A context on a worker, in TorchRL's sense: it has the model, and records the updates for its sub-collectors."""
 
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy
@@ -25,7 +25,7 @@ class Collector:
 
 
 def enter(setup: WorkerSetup, index: int, make: Callable[..., nn.Module] = small) -> set[float]:
-    """Initialise and connect as the documentation says; the values that the model then has."""
+    """Initialise and connect as documented. Returns the values in the model afterwards."""
     setup.model = make()
     setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=index)
     setup.scheme.connect(worker_idx=index)
@@ -33,7 +33,7 @@ def enter(setup: WorkerSetup, index: int, make: Callable[..., nn.Module] = small
 
 
 def enter_with_context(setup: WorkerSetup, index: int) -> set[float]:
-    """The same with a context, which has the model."""
+    """Initialise and connect with a context, which has the model. Returns the values in the model afterwards."""
     setup.kept["collector"] = Collector(small())
     setup.model = setup.kept["collector"].policy
     setup.scheme.init_on_receiver(model_id="policy", context=setup.kept["collector"], worker_idx=index)
@@ -42,13 +42,13 @@ def enter_with_context(setup: WorkerSetup, index: int) -> set[float]:
 
 
 def holds(setup: WorkerSetup) -> set[float]:
-    """The distinct values of all weights; extra state is none."""
+    """The distinct values of all parameters and buffers, without the extra state."""
     tensors = [*setup.model.parameters(), *setup.model.buffers()]
     return {value for tensor in tensors for value in tensor.flatten().tolist()}
 
 
 def comes_to_hold(setup: WorkerSetup, fill: float) -> bool:
-    """Whether the model comes to hold that value, without anybody calling `receive`."""
+    """Whether the model gets this value in time without a call to `receive`."""
     deadline = Deadline(PATIENCE)
     while constants(setup.model) != {fill} and not deadline.passed:
         pass
@@ -60,7 +60,7 @@ def handed_on(setup: WorkerSetup) -> list[str]:
 
 
 def receives(setup: WorkerSetup, timeout: float) -> Any:
-    """What `scheme.receive` returns: the kind of it, and its values."""
+    """Call `scheme.receive`. Returns the sorted distinct values of the weights, or None."""
     weights = setup.scheme.receive(timeout=timeout)
     return None if weights is None else sorted(constants(SimpleNamespace(state_dict=lambda: flat(weights))))
 
@@ -77,10 +77,10 @@ def applies_by_hand(setup: WorkerSetup, fill: float) -> set[float]:
 
 
 def raises(setup: WorkerSetup, name: str, *arguments: Any, **named: Any) -> str | None:
-    """The names of the types of what a method of the scheme raises; None: nothing."""
+    """Call a method of the scheme. Returns the names of the error's type and its bases, or None without an error."""
     try:
         getattr(setup.scheme, name)(*arguments, **named)
-    except Exception as error:  # noqa: BLE001 - the test gets it
+    except Exception as error:  # noqa: BLE001 - returned to the test
         return " ".join(kind.__name__ for kind in type(error).__mro__)
     return None
 
@@ -94,7 +94,7 @@ def connects_with_weights(setup: WorkerSetup) -> str | None:
 
 
 def moves_to_another_model(setup: WorkerSetup) -> bool:
-    """What TorchRL's collectors do once they have copied the policy."""
+    """Set another context and model, as TorchRL's collectors do after copying the policy."""
     setup.model = small(8.0)
     setup.kept["collector"] = Collector(setup.model)
     setup.scheme.context, setup.scheme.model = setup.kept["collector"], setup.model
@@ -102,7 +102,7 @@ def moves_to_another_model(setup: WorkerSetup) -> bool:
 
 
 def properties(setup: WorkerSetup) -> dict[str, Any]:
-    """What the scheme says of itself on the receiver."""
+    """The properties of the scheme on the receiver."""
     scheme = setup.scheme
     return {
         "initialized": (scheme.initialized_on_sender, scheme.initialized_on_receiver),
@@ -122,7 +122,7 @@ def ends(setup: WorkerSetup) -> None:
 
 
 class Counted(nn.Linear):
-    """Keeps a number as extra state."""
+    """A layer with a number as its extra state."""
 
     def __init__(self, count: int) -> None:
         super().__init__(1, 1)
@@ -148,7 +148,7 @@ def linear(fill: float = 0.0) -> Any:
 
 
 class Fleet:
-    """A scheme of generation B, and workers that have entered it."""
+    """A scheme of generation B, with initialised and connected workers."""
 
     def __init__(self, crew: Crew, scheme: Any, count: int = 2, *, entering: Any = enter, **sender: Any) -> None:
         self.scheme = scheme
@@ -169,7 +169,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet_of(crew: Crew, scheme: Any, count: int = 2, **how: Any) -> Iterator[Fleet]:
-    """A scheme and its workers, shut down at the end: first the trainer's side, then theirs."""
+    """A scheme and its workers. At the end the trainer's side is shut down first, then the workers'."""
     made = Fleet(crew, scheme, count, **how)
     try:
         yield made

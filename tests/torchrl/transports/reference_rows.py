@@ -1,7 +1,7 @@
-"""Every row and every bulleted name of the reference API, and the tests that say whether it is true here.
+"""Every row and every bulleted name of the reference API, with the tests that check it.
 
-Reviewed in one place: `test_reference_rows.py` sees to it that each test exists and that each test of this folder's
-modules of names stands in a row. A module's name stands for the file of that name, wherever in the tests it is.
+`test_reference_rows.py` checks that each test exists, and that each test of the modules of names is in a row. The name
+of a module is that of its file, without the folder.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ U: Final = "test_updaters_names"
 R: Final = "test_names_ray"
 S: Final = "test_names_a"
 
-#: The row, as the reference names it: the module, and the tests in it.
+#: Each row, named as in the reference, with its tests by module.
 ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    # ------------------------------------------------------------------------------------ of the whole
+    # ------------------------------------------------------------------------------------ in general
     "every public name imports from weightsync": {"test_public_names": ("test_every_public_name_imports",)},
     "every error type that the reference documents stays a base": {
         "test_tree": ("test_the_documented_types_stay_bases",)

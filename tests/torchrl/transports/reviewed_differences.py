@@ -1,8 +1,8 @@
-"""How our signatures differ from TorchRL's own of generation B, reviewed here and nowhere else.
+"""The reviewed differences between our signatures and those of TorchRL's generation B.
 
-Where both generations call one thing by one name there is nothing to review: each call of either is made
-(`documented_forms.py`). `test_signatures.py` fails on any other difference that is not listed, and on an entry that is no longer needed. It fails, too,
-if an entry of `DIFFERENCES` no longer reads as it was reviewed. Keywords that only we have may come and go.
+Names that both generations use for the same thing are not listed, since a test makes each documented call of either
+(`documented_forms.py`). `test_signatures.py` fails on any other difference that is not listed, on an entry that is no
+longer needed, and on an entry of `DIFFERENCES` that no longer equals our signature. Keywords that only we have may change.
 """
 # ruff: noqa: E501 - a signature is one line
 
@@ -17,7 +17,7 @@ REASONS: Final = {
     "name": "the subclasses that TorchRL ships, and its users', call this argument so",
 }
 
-#: Keyword-only arguments were added, and nothing else: timeout=, on_failure= and the like.
+#: Members of ours that differ only by additional keyword-only arguments, such as timeout= and on_failure=.
 ADDED: Final = (
     "WeightSyncScheme.connect",
     "WeightSyncScheme.send",
@@ -31,7 +31,7 @@ ADDED: Final = (
     "RayModuleTransformScheme.__init__",
 )
 
-#: How ours reads, without the keywords that only we have (``...``: not given), and why it differs.
+#: Our signature, without the keywords that only we have (``...``: not given), and the reason why it differs.
 DIFFERENCES: Final[dict[str, tuple[str, str]]] = {
     "WeightSyncScheme.__init__": ("(self, strategy='state_dict')", "default"),
     "WeightSyncScheme.model_id": ("property", "set"),

@@ -1,4 +1,4 @@
-"""Each documented way to call TorchRL's names: the transports' makers, the underscored names, the older keywords."""
+"""Every documented form of TorchRL's calls: `create_transport`, underscored names, and older keywords."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_documented_call_is_taken(name: str) -> None:
 
 @pytest.mark.parametrize("scheme_class", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, NoWeightSyncScheme])
 def test_a_model_id_of_none_is_the_policys(scheme_class: Any) -> None:
-    """TorchRL's signatures have ``model_id: str | None = None`` beside weights and devices."""
+    """TorchRL's signatures have ``model_id: str | None = None`` together with weights and devices."""
     with scheme_class() as scheme:
         scheme.init_on_sender(model_id=None, weights={"a": torch.ones(1)}, devices=[torch.device("cpu")])
 

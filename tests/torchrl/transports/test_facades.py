@@ -1,4 +1,4 @@
-"""What all of TorchRL's transport classes do alike: over pipes, queues and a store, and with nobody to send to."""
+"""Behaviour common to TorchRL's transport classes, over pipes, queues and a store, and without a peer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from weightsync.transports.ray.session import require_ray
 
 
 def weights(fill: float) -> dict[str, torch.Tensor]:
-    """120 KB: more than a store carries in a message."""
+    """Weights of 120 KB, more than a store carries in a message."""
     return {"weight": torch.full((300, 100), fill), "bias": torch.full((3,), fill)}
 
 
 class Ends:
-    """A trainer's transport and a worker's, driven by one thread."""
+    """The transports of a trainer and a worker, driven by one thread."""
 
     def __init__(self, kind: str) -> None:
         self._opened = contextlib.ExitStack()
@@ -66,12 +66,12 @@ class Ends:
         return DistributedTransport(store, 1), DistributedTransport(store, 1)
 
     def sent(self, fill: float = 1.0) -> None:
-        """An update is sent, and the worker has it; nothing is acked."""
+        """Send an update and receive it at the worker, without an ack."""
         self.trainer.send_weights_async("policy", weights(fill))
         assert self.received() == {fill}
 
     def received(self) -> set[float]:
-        """The values of the weights that arrive next."""
+        """The distinct values of the next weights that arrive."""
         received = self.worker.receive_weights(timeout=PATIENCE)
         model_id, found = received if self.gives_id else ("policy", received)
         assert "policy" == model_id
@@ -139,7 +139,7 @@ def test_receive_weights_gives_none_when_time_is_up(ends: Ends) -> None:
 
 @pytest.mark.parametrize("ends", ["pipe", pytest.param("store", marks=pytest.mark.gloo)], indirect=True)
 def test_fault_13_a_second_send_while_one_is_outstanding_is_a_runtime_error(ends: Ends) -> None:
-    """Over queues it supersedes the first."""
+    """Not over queues, where the second send supersedes the first."""
     ends.sent()
     for send in (ends.trainer.send_weights, ends.trainer.send_weights_async):
         with pytest.raises(
@@ -176,9 +176,9 @@ def test_only_updated_means_applied(ends: Ends) -> None:
         ends.trainer.wait_ack()
 
 
-# ------------------------------------------------------------------------------------------ nobody to send to
+# ------------------------------------------------------------------------------------------ transports without a peer
 
-#: Each is made by a function, and says what it lacks.
+#: Functions that make transports without a peer, and what their errors say is missing.
 ALONE = {
     "pipe": (MPTransport, "no pipe"),
     "pipe, with a timeout": (lambda: MPTransport(None, timeout=1.0), "no pipe"),
@@ -205,7 +205,7 @@ ALONE = {
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ray if "ray" in name else ()) for name in ALONE])
 def alone(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
-    """A transport that nobody is reached through, and what its error says is missing."""
+    """A transport without a peer, and what its error says is missing."""
     make, lacks = ALONE[request.param]
     transport = make()
     yield transport, lacks
@@ -213,9 +213,9 @@ def alone(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
 
 
 def test_fault_05_a_transport_with_nobody_to_send_to_says_so(alone: tuple[Any, str]) -> None:
-    """The reference returned None."""
+    """TorchRL's transport returned None."""
     transport, lacks = alone
-    # Without an actor, Ray's facade can say only whether Ray is initialised, as another test may have done.
+    # Without an actor, the Ray facade only checks whether Ray is initialised, which another test may have done.
     in_a_cluster = type(transport) is RayTransport and require_ray("RayTransport").is_initialized()
     assert transport.check_connection() is in_a_cluster
     for send in (transport.send_weights, transport.send_weights_async):

@@ -1,4 +1,4 @@
-"""Any interleaving of the facade's verbs at both ends, driven by one thread, against a model of what they mean."""
+"""Random interleavings of the facade's methods at both ends, in one thread, agree with a model of their effects."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weightsync import MPTransport, OutcomeKind, StateError
 
 MODELS = ("policy", "value")
-#: What the worker answered, and what that means to the trainer.
+#: The text of the worker's ack (None: no ack), and the outcome that the trainer gets.
 KINDS = {None: OutcomeKind.TIMED_OUT, "updated": OutcomeKind.APPLIED, "no": OutcomeKind.REFUSED}
 
 
 @dataclass
 class Account:
-    """What is known of one model: versions by number, as the trainer and the worker must see them."""
+    """The expected state of one model's versions, as the trainer and the worker must see them."""
 
     version: int = 0
-    #: The version that the trainer may wait for, and whether its failure was reported.
+    #: The version that the trainer may wait for, and whether its timeout was reported.
     outstanding: int | None = None
     reported: bool = False
-    #: The newest unread version in the pipe, and the one that was received and not answered.
+    #: The newest unread version in the pipe, and the version received but not answered.
     unread: int | None = None
     handed: int | None = None
-    #: What the worker said of each version.
+    #: The worker's ack of each version.
     answers: dict[int, str] = field(default_factory=dict)
-    #: The newest version that the worker has answered for or let overtake, and what of that the trainer has seen.
+    #: The newest version that the worker has answered or that was overtaken, as known to the worker and to the trainer.
     done: int = 0
     seen: int = 0
-    #: Whether the version that was handed out may have been overtaken.
+    #: Whether the version received but not answered may have been overtaken.
     unsure: bool = False
 
     @property
     def withheld(self) -> bool:
-        """Whether the newest may lie with the sender still: a link carries two versions without an answer."""
+        """Whether the sender may still hold back the newest version: a link carries at most two unanswered versions."""
         return self.version - self.seen > 2
 
 
@@ -48,7 +48,7 @@ def weights(fill: int) -> dict[str, torch.Tensor]:
 
 
 class OneThread(RuleBasedStateMachine):
-    """Sends, receives, acks and waits in any order; messages of the user's own in between, both ways."""
+    """Sends, receives, acks and waits in any order, with user messages in both directions in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class OneThread(RuleBasedStateMachine):
         self._overtaken()
 
     def _overtaken(self) -> None:
-        """Whatever reads the pipe lets a newer version overtake the one that was handed out."""
+        """After any read of the pipe, a newer version overtakes the version that was received but not answered."""
         for account in self.accounts.values():
             if account.unread is not None and account.handed is not None:
                 account.unsure = account.withheld
@@ -180,7 +180,7 @@ class OneThread(RuleBasedStateMachine):
     def ack_with_another_text(self) -> None:
         self._answer("no")
 
-    # ------------------------------------------------------------------------------------ the user's own
+    # ------------------------------------------------------------------------------------ user messages
 
     @rule()
     def message_down(self) -> None:

@@ -1,4 +1,4 @@
-"""`MPTransport`: the reference's verbs over one pipe, and none of the reference's faults."""
+"""`MPTransport`: the methods of TorchRL's class over one pipe, without its faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def value(weights: Any) -> float:
 
 
 class Ends:
-    """A trainer's and a worker's transport over one pipe."""
+    """The transports of a trainer and a worker over one pipe."""
 
     def __init__(self, timeout: float = PATIENCE) -> None:
         self.pipes = multiprocessing.Pipe()
@@ -83,7 +83,7 @@ def queues() -> Iterator[list[Any]]:
         queue.join_thread()
 
 
-# ------------------------------------------------------------------------------------------------- the verbs
+# ------------------------------------------------------------------------------------------------- the methods
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: End
 
 
 class Renaming(WeightStrategy):
-    """A strategy of the user's, which may rename what it applies."""
+    """A user's strategy, which may rename the entries that it applies."""
 
 
 def test_a_model_is_not_written_if_a_strategy_of_the_users_cannot_fill_the_buffer(ends: Ends) -> None:
@@ -221,7 +221,7 @@ def test_a_model_is_not_written_if_a_strategy_of_the_users_cannot_fill_the_buffe
 
 
 class Interrupted(WeightStrategy):
-    """A strategy whose user presses ctrl-C while it writes."""
+    """A strategy that is interrupted by Ctrl-C while it writes."""
 
     def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
         raise KeyboardInterrupt
@@ -243,7 +243,7 @@ def test_receive_weights_takes_a_strategy_by_its_name(ends: Ends) -> None:
     with pytest.raises(ConfigurationError, match="no strategy 'tensor_dict'"):
         ends.worker.receive_weights(model=model, strategy="tensor_dict")
 
-    ends.worker.receive_weights(model=model, strategy="state_dict")  # the update was left where it was
+    ends.worker.receive_weights(model=model, strategy="state_dict")  # the failed call has not consumed the update
     ends.worker.send_ack()
 
     assert ends.trainer.wait_ack().ok
@@ -289,7 +289,7 @@ def test_a_trainer_that_is_gone_ends_a_wait_for_ever(ends: Ends) -> None:
 
 
 def _closing(worker: MPTransport) -> Any:
-    """Another thread closes the transport while this one looks for updates."""
+    """Close the transport, as another thread may, while this one looks for updates."""
     worker.close()
     return []
 
@@ -323,9 +323,6 @@ def test_a_copy_owes_nothing(ends: Ends) -> None:
 
     assert not {"_senders", "_outstanding", "_channel"} & state.keys()
     assert 5 == pickle.loads(pickle.dumps(MPTransport(timeout=5))).timeout
-
-
-# --------------------------------------------------------------------------------------------- acks by their text
 
 
 # ------------------------------------------------------------------------------------------------- the pipe
@@ -366,7 +363,7 @@ def test_an_ack_text_with_nothing_to_answer_is_the_users_message(ends: Ends) -> 
 @pytest.mark.parametrize("mine", [np.ones(3), (np.ones(3), "updated"), (None, np.ones(3))])
 def test_a_message_that_is_not_an_ack_is_sent_whatever_its_comparison_returns(ends: Ends, mine: Any) -> None:
     ends.trainer.send_weights_async("policy", filled(1.0))
-    ends.worker.pipe.recv()  # this update is owed an ack
+    ends.worker.pipe.recv()  # the worker owes an ack for this update
     ends.worker.pipe.send(mine)
     assert repr(ends.trainer.pipe.recv()) == repr(mine)
     assert ends.trainer.pipe.poll() is False
@@ -476,7 +473,7 @@ def receive_and_hang(pipe: Connection, received: Any) -> None:
 
 def test_fault_02_a_worker_that_dies_ends_the_wait_at_once_and_raises(forkserver: Any) -> None:
     ours, theirs = forkserver.Pipe()
-    spare = Connection(os.dup(theirs.fileno()))  # so that no end of file comes
+    spare = Connection(os.dup(theirs.fileno()))  # keeps the pipe open, so that the trainer reads no end of file
     received = forkserver.Event()
     worker = forkserver.Process(target=receive_and_hang, args=(theirs, received))
     worker.start()
@@ -508,7 +505,7 @@ def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]
         with pytest.raises(ConfigurationError, match="ack_queue"):
             trainer.send_weights(filled(3.0))
 
-        # The queue's own thread writes: the first may be read before the second is there.
+        # The queue's own thread writes, so the first update may be read before the second has arrived.
         fills = iter(lambda: value(worker.receive_weights(timeout=PATIENCE)), 2.0)
         assert set(fills) <= {1.0}
 
@@ -529,7 +526,7 @@ def test_a_trainer_that_is_gone_ends_a_wait_for_ever_over_queues(queues: list[An
         given_up.cancel()
         given_up.join()
 
-        # Nor does it wait any more, or for ever.
+        # Later calls raise at once.
         with pytest.raises(SenderClosed, match="To receive from another sender, make a new transport, over a new pipe"):
             worker.receive_weights(timeout=0.0)
 

@@ -1,4 +1,4 @@
-"""`SharedMemTransport`: copy targets, and workers that never read them."""
+"""`SharedMemTransport`: copy targets, and workers, which get the weights over their pipes instead."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None
 def test_a_pipe_that_only_some_models_could_be_given_may_be_registered_again(
     pipes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counted as registered, and the models after the failure never reached its worker."""
+    """The pipe used to count as registered, and the models after the failure never reached its worker."""
     links = count(1)
 
     def failing(*given: Any, **named: Any) -> Any:
@@ -235,7 +235,7 @@ def own_buffers() -> tuple[SharedMemTransport, dict[int, TensorDict]]:
 def test_send_weights_async_fills_the_workers_buffers_too(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
 ) -> None:
-    """It filled a new buffer of its own, which no worker reads."""
+    """The method used to fill a new buffer, which no worker reads."""
     transport, buffers = own_buffers
 
     for send in (
@@ -284,7 +284,7 @@ def test_the_workers_that_a_send_names_are_not_overlooked_beside_a_none(
 def test_buffers_by_worker_and_pipes_are_not_mixed(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]], pipes: list[Any]
 ) -> None:
-    """The workers behind the pipes got nothing, and no report said so."""
+    """Workers with pipes used to get nothing, and no report said so."""
     with pytest.raises(ConfigurationError, match="in one way"):
         own_buffers[0].register_pipe(pipes[0][0])
     with SharedMemTransport() as transport:

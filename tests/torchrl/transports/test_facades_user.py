@@ -1,4 +1,4 @@
-"""Transports of a user's own under `WeightSender.send`."""
+"""A user's own transports under `WeightSender.send`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weightsync.testing import FakeClock
 
 
 class Postbox:
-    """Just the three methods, by generation A's signatures."""
+    """A user's transport, with only the three methods of generation A."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
@@ -51,7 +51,7 @@ class Postbox:
 
 
 class PostboxB(Postbox):
-    """Generation B's signatures."""
+    """A user's transport with generation B's signatures."""
 
     def send_weights(self, weights: Any) -> None:
         super().send_weights("?", weights)
@@ -61,14 +61,14 @@ class PostboxB(Postbox):
 
 
 class PostboxC(Postbox):
-    """As TorchRL's own queue transport has it."""
+    """A user's transport with the signature of TorchRL's own queue transport."""
 
     def send_weights(self, weights: Any, model_id: str = "policy") -> None:
         super().send_weights(model_id, weights)
 
 
 class Scheme(WeightSyncScheme):
-    """A user's own: it overrides what the reference documents."""
+    """A user's scheme, which overrides the documented method."""
 
     def create_transport(self, pipe_or_context: Any) -> Any:
         return pipe_or_context
@@ -208,7 +208,7 @@ def test_a_call_that_never_returns_ends_by_the_deadline_and_neither_close_nor_ot
     sender.register_worker(1, fine)
 
     def pass_the_deadline() -> None:
-        """Once the other worker has answered."""
+        """Advance the clock past the deadline once the other worker has answered."""
         for _ in range(int(PATIENCE / 0.001)):
             if sender.workers[1].served:
                 break

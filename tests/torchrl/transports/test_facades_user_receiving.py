@@ -1,4 +1,4 @@
-"""A user's own scheme, as TorchRL's documentation shows it; and transports of a user's own under `WeightReceiver`."""
+"""A user's own scheme as in TorchRL's documentation, and a user's own transports under `WeightReceiver`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weightsync.engine.sender_driver import SenderDriver
 
 
 class Way:
-    """A transport of the user's own, in one process: just TorchRL's protocol."""
+    """A user's transport inside one process, with only the methods of TorchRL's protocol."""
 
     def __init__(self) -> None:
         self.sent: queue.Queue[Any] = queue.Queue()
@@ -48,7 +48,7 @@ class Way:
 
 
 class Acking(Way):
-    """The worker's word comes back."""
+    """A user's transport whose send returns only after the worker's ack."""
 
     evidence = Evidence.ANSWER
 
@@ -67,7 +67,7 @@ class Acking(Way):
 
 
 class WayB(Way):
-    """Generation B's signatures."""
+    """A user's transport with generation B's signatures."""
 
     def send_weights(self, weights: Any) -> None:  # type: ignore[override]
         self.sent.put(weights)
@@ -77,14 +77,14 @@ class WayB(Way):
 
 
 class Untimed(Way):
-    """It never waits, and takes no time."""
+    """A user's transport whose `receive_weights` has no timeout and does not wait."""
 
     def receive_weights(self) -> Any:  # type: ignore[override]
         return super().receive_weights(0.001)
 
 
 class Own(WeightSyncScheme):
-    """What the reference shows: `create_transport`, and nothing else."""
+    """A user's scheme as in TorchRL's documentation, with only `create_transport`."""
 
     def create_transport(self, pipe_or_context: Any) -> Any:
         return MPTransport(pipe_or_context)
@@ -98,13 +98,13 @@ class OwnShared(WeightSyncScheme):
 
 
 class Given(WeightSyncScheme):
-    """The transport is given as it is."""
+    """A user's scheme whose context has the transport."""
 
     def create_transport(self, pipe_or_context: Any) -> Any:
         return pipe_or_context["transport"]
 
 
-# -------------------------------------------------------------------------------------- a scheme of one's own
+# -------------------------------------------------------------------------------------- a user's own scheme
 
 
 @pytest.mark.parametrize("scheme_class", [Own, OwnShared])
@@ -149,11 +149,11 @@ def test_a_transport_that_reaches_nobody_is_refused_as_a_workers() -> None:
         sender.register_worker(0, "somebody")
 
 
-# ----------------------------------------------------------------------------------- a transport of one's own
+# ----------------------------------------------------------------------------------- a user's own transport
 
 
 def joined(scheme: Any, transport: Any, model: Any) -> tuple[Any, Any]:
-    """Both sides, over one transport."""
+    """A sender and a receiver over one transport."""
     endpoint = {"transport": transport} if isinstance(scheme, Given) else transport
     sender, receiver = scheme.create_sender(), scheme.create_receiver()
     sender._register_worker(0, endpoint)
@@ -183,7 +183,7 @@ def test_a_receiver_receives_by_a_users_transport(scheme_class: Any, way: Any) -
 
 
 def serving(receiver: Any, times: int) -> threading.Thread:
-    """The worker's loop."""
+    """Start a worker's loop, which receives this many times, in a thread."""
 
     def loop() -> None:
         for _ in range(times):
@@ -215,7 +215,7 @@ def test_weights_that_were_applied_are_acked_though_the_receiver_closes_at_once(
     closed, wait, close = threading.Event(), SenderDriver.wait, WeightSender.close
 
     def late(driver: SenderDriver, timeout: float | None, *given: Any) -> Any:
-        """The thread that awaits the receiver's answer looks for it only after the receiver was closed."""
+        """Make the thread that waits for the receiver's answer look for it only after the receiver is closed."""
         if timeout != 0.0 and threading.current_thread().name.startswith("weightsync transport of"):
             closed.wait(PATIENCE)
         return wait(driver, timeout, *given)

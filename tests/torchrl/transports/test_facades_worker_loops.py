@@ -1,4 +1,4 @@
-"""Worker loops as one writes them from TorchRL's documentation, in processes of their own."""
+"""Worker loops from TorchRL's documentation, in processes of their own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def total(policy: nn.Module) -> float:
 
 
 def loop_of_a_receiver(connection: Connection, scheme_class: Any = MultiProcessWeightSyncScheme) -> None:
-    """A collector's main loop: commands and updates come over one pipe."""
+    """The main loop of a collector, which gets commands and updates over one pipe."""
     policy = nn.Linear(4, 2)
     scheme = scheme_class()
     scheme.init_on_worker(model_id="policy", pipe=connection, model=policy)
@@ -67,7 +67,7 @@ def loop_of_a_shared_receiver(connection: Connection) -> None:
 
 
 def loop_that_acks_by_its_own_message(connection: Connection) -> None:
-    """Applies with a strategy, and answers as the reference's loops do."""
+    """A loop that applies weights with a strategy, and acks with a message of its own, as TorchRL's loops do."""
     policy, strategy = nn.Linear(4, 2), WeightStrategy(extract_as="state_dict")
     transport = MPTransport(connection)
     while True:
@@ -82,7 +82,7 @@ def loop_that_acks_by_its_own_message(connection: Connection) -> None:
 
 
 def loop_of_verbs(connection: Connection) -> None:
-    """Receives and acks by the transport's verbs, and looks at its commands in between."""
+    """A loop that receives and acks with the transport's methods, and reads commands in between."""
     policy = nn.Linear(4, 2)
     transport = MPTransport(connection)
     while True:
@@ -118,7 +118,7 @@ def loop_over_queues(weight_queue: Any, ack_queue: Any) -> None:
 
 
 class Job:
-    """A worker that runs a loop, and the trainer's end of its pipe."""
+    """A worker process that runs a loop, and the trainer's end of its pipe."""
 
     def __init__(self, forkserver: Any, loop: Callable[[Connection], None]) -> None:
         self.pipe, theirs = forkserver.Pipe()
@@ -241,4 +241,4 @@ def test_a_loop_over_queues_as_generation_b_has_them(forkserver: Any) -> None:
 
     assert process.exitcode == 0
     del process, queues, queue, trainer
-    gc.collect()  # their semaphores have names until they are collected
+    gc.collect()  # the semaphores of the queues have names until then

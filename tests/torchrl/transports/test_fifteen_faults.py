@@ -1,4 +1,4 @@
-"""The fifteen faults of the reference: for each, what it does, and a test that fails on what it does."""
+"""The fifteen faults of TorchRL's implementation, each with tests that would fail on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plain(fill: float) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in small(fill).state_dict().items()}
 
 
-# -------------------------------------------------------------- 1: acks are bare strings, a late one satisfies the next
+# ------------------------------------------------------ 1: acks are bare strings, so a late ack satisfies the next send
 
 
 def test_fault_01_a_late_ack_does_not_satisfy_the_next_send(pair: Pair) -> None:
@@ -71,7 +71,7 @@ def test_fault_01_nor_does_one_of_a_transport_on_its_own() -> None:
         transport.close()
 
 
-# ------------------------------------------------------ 2: dead workers are waited for, a timeout counts as success
+# ------------------------------------------------------ 2: a send waits for dead workers, and a timeout is a success
 
 
 def test_fault_02_a_dead_worker_ends_the_wait(scheme_class: Any, crew: Crew) -> None:
@@ -120,7 +120,7 @@ def test_fault_02_a_timeout_is_no_success(pair: Pair) -> None:
     assert pair.sender.state is State.PENDING_ASYNC
 
 
-# --------------------------------------------------- 3: a failed apply is a logged warning, or acked all the same
+# --------------------------------------------------- 3: a failed apply is only logged, or acked nevertheless
 
 
 def test_fault_03_a_failed_apply_is_reported(pair: Pair) -> None:
@@ -147,7 +147,7 @@ def grows(setup: WorkerSetup) -> None:
     setup.model.more = small(1.0)
 
 
-# -------------------------------------------- 4: unpickling forgets what is pending while its ack is on the wire
+# -------------------------------------------- 4: unpickling drops a pending update while its ack is in transit
 
 
 def test_fault_04_a_copy_owes_nothing_and_reads_nobodys_ack(pair: Pair) -> None:
@@ -161,7 +161,7 @@ def test_fault_04_a_copy_owes_nothing_and_reads_nobodys_ack(pair: Pair) -> None:
     assert pair.sender.wait_async(timeout=0).ok
 
 
-# ---------------------------------------------------------------------- 5: nothing was sent, and nobody notices
+# ---------------------------------------------------------------------- 5: a send without workers reports success
 
 
 def test_fault_05_a_sender_without_links_says_so(scheme_class: Any) -> None:
@@ -169,7 +169,7 @@ def test_fault_05_a_sender_without_links_says_so(scheme_class: Any) -> None:
         scheme_class().create_sender().send(small())
 
 
-# ------------------------------------------------------- 6: a message that is no weights is read and thrown away
+# ------------------------------------------------------- 6: messages that are not weights are read and dropped
 
 
 def test_fault_06_another_message_survives_receive_weights() -> None:
@@ -195,7 +195,7 @@ def test_fault_06_another_message_survives_receive(pair: Pair) -> None:
     assert pair.receiver.pipe.recv() == "mine"
 
 
-# ------------------------------------------------ 7: shared memory is written under its readers, and under everybody
+# ------------------------------------------------ 7: shared memory is written while workers read it, of all workers
 
 
 def test_fault_07_nothing_changes_under_a_worker_until_it_receives(pair: Pair) -> None:
@@ -226,7 +226,7 @@ def test_fault_07_the_senders_own_tensors_are_not_the_workers(pair: Pair) -> Non
 
 
 class Slow(nn.Module):
-    """Looks at its weights, says that it does, takes its time, and looks again."""
+    """A model whose forward reads its weights, creates a file, waits, and reads them again."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
@@ -271,14 +271,14 @@ def test_fault_09_a_receive_that_times_out_or_fails_has_written_nothing(pair: Pa
     assert pair.receiver.receive(timeout=0.001) is False
     damaged = plain(2.0)
     damaged["2.bias"] = torch.ones(7)
-    pair.scheme.model = None  # so that the worker has to refuse them
+    pair.scheme.model = None  # or the trainer would refuse the weights, not the worker
     pair.sender.send_async(damaged)
     assert pair.receiver.receive(timeout=PATIENCE) is False
 
     assert (pair.receiver.version, constants(pair.model)) == (1, {1.0})
 
 
-# -------------------------------------------------------- 10: what is not understood becomes an empty update
+# -------------------------------------------------------- 10: weights of an unknown type become an empty update
 
 
 @pytest.mark.parametrize("weights", [object(), 3, [1, 2], "no.such.model"])
@@ -312,7 +312,7 @@ def test_fault_10_empty_weights_fit_an_empty_model_only(pair: Pair) -> None:
         pair.sender.wait_async()
 
 
-# -------------------------- 11: an exception between two dispatches: some are updated, and the sender knows nothing
+# -------------------------- 11: after an exception between two dispatches the sender does not know who was updated
 
 
 def test_fault_11_an_exception_between_two_dispatches_is_one_workers_outcome(three: Pair) -> None:
@@ -330,7 +330,7 @@ def test_fault_11_an_exception_between_two_dispatches_is_one_workers_outcome(thr
     assert "no room" in report[1].reason
 
 
-# --------------------------------------- 13: two threads, before init, after shutdown, from inside its own hook
+# --------------------------------------- 13: calls from two threads, before init, after shutdown, and from a hook
 
 
 def test_fault_13_a_second_thread_is_refused_while_the_first_waits(pair: Pair) -> None:
@@ -359,7 +359,7 @@ def test_fault_13_nothing_is_sent_before_init_or_after_shutdown(scheme_class: An
 
 
 class Chatty(nn.Linear):
-    """Its hook sends with the sender that is asking for its state."""
+    """A module whose extra-state hook calls the sender that is setting the state."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -391,11 +391,11 @@ def test_fault_13_nothing_is_sent_from_inside_its_own_hook(scheme_class: Any) ->
         assert model.states == ["pending_async", "pending_async"]
 
 
-# -------------------------------------------------------------------------- 14: capabilities are guessed by name
+# -------------------------------------------------------------------------- 14: capabilities are guessed from names
 
 
 class Mute:
-    """A user's transport without `wait_ack`, `send_weights_async` or anything else that could be looked for."""
+    """A user's transport without `wait_ack`, `send_weights_async` or any other optional method."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -428,7 +428,7 @@ def test_fault_14_a_transport_without_acks_is_never_said_to_have_acked() -> None
         assert report[0].evidence is not Evidence.ANSWER
 
 
-# ------------------------------------------------------------- 15: flags and transports that belong to another side
+# ------------------------------------------------------------- 15: flags and transports of one side on the other side
 
 
 def test_fault_15_one_object_on_both_sides_is_two_machines(scheme_class: Any) -> None:
@@ -456,7 +456,7 @@ def test_fault_15_initialised_twice_is_refused_and_nothing_is_mixed(pair: Pair) 
 
 
 def test_fault_15_a_scheme_sent_to_a_worker_carries_nothing_of_its_sender(pair: Pair, crew: Crew) -> None:
-    (worker,) = crew.start(pair.scheme)  # initialised here already; the process gets a copy
+    (worker,) = crew.start(pair.scheme)  # already initialised here; the process gets a copy
     with type(pair.scheme)() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(2.0))
         worker.do(join)

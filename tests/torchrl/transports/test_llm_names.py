@@ -1,4 +1,4 @@
-"""TorchRL's names for inference engines: its signatures, and what they do here."""
+"""TorchRL's names for inference engines have its signatures, and work with our engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weightsync import (
 from weightsync.torchrl import llm
 from weightsync.torchrl.llm import double_buffer
 
-#: Whose constructors or methods take more, by keyword only or in place of what they ignore.
+#: Members of ours with additional keyword-only arguments, or with others in place of ignored ones.
 MORE = {
     "SGLangWeightSyncScheme.create_receiver",
     "SGLangWeightSyncScheme.create_transport",
@@ -54,7 +54,7 @@ def theirs() -> Any:
 
 
 def own(kind: type) -> list[str]:
-    """The constructor, and the public members that the class does not have of TorchRL's own schemes."""
+    """The constructor, and the public members that a class defines itself rather than inherits."""
     base = {name for each in kind.__mro__[1:] for name in vars(each)}
     return [name for name in members(kind) if name == "__init__" or name not in base or name in vars(kind)]
 
@@ -218,13 +218,13 @@ def test_a_program_for_torchrls_vllm_runs_with_a_carrier(server: EngineServer) -
 
 
 class LLM:
-    """Stands in for vLLM's ``LLM`` in this process, down to the model whose ``load_weights`` is called."""
+    """A stand-in for vLLM's ``LLM`` in this process, including the model whose ``load_weights`` is called."""
 
     def __init__(self) -> None:
         self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
         self.held: dict[str, Tensor] = {}
         self.resets = 0
-        #: Whether the cache can be reset; None: this release of vLLM does not say.
+        #: Whether the cache can be reset. None: as in releases of vLLM that return nothing.
         self.forgets: bool | None = None
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
@@ -236,7 +236,7 @@ class LLM:
 
 
 class WithRpc(LLM):
-    """An ``LLM`` whose weights its workers load."""
+    """An ``LLM`` whose workers load the weights."""
 
     def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
         self.held = dict(double_buffer.TensorDict.load_memmap(args[0]).items())
@@ -272,7 +272,7 @@ def test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_w
     torch.nn.init.constant_(model[0].weight, 2.0)
     scheme.create_sender().update_weights(model)
 
-    assert receiver.poll_and_apply(timeout=PATIENCE)  # although its number is that of the version before
+    assert receiver.poll_and_apply(timeout=PATIENCE)  # although it has the number of the version before
     assert torch.equal(engine.held["0.weight"], model[0].weight)
 
 
@@ -286,7 +286,7 @@ def test_a_directory_that_was_emptied_unseen_has_another_version_of_the_same_num
     for fill in (1.0, 2.0):
         shutil.rmtree(at, ignore_errors=True)
         scheme.create_transport().send_weights("policy", {"a": torch.full((2,), fill)})
-        os.utime(at / "newest", (fill, fill))  # not within one tick of the file system's clock
+        os.utime(at / "newest", (fill, fill))  # the file system's clock may not have ticked between the writes
 
         assert receiver.poll_and_apply(timeout=PATIENCE)
         assert engine.held["a"].tolist() == [fill, fill]
@@ -377,14 +377,14 @@ def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(
 def test_versions_that_two_threads_write_each_have_a_directory_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both took the same number, and readers got parts of both."""
+    """Both threads used to take the same number, so that readers got parts of both versions."""
     transport, write, threads = llm.VLLMDoubleBufferTransport(str(tmp_path)), double_buffer.TensorDict.memmap, []
 
     def write_while_another_thread_does(weights: Any, at: Path, **options: Any) -> Any:
         if not threads:
             threads.append(threading.Thread(target=transport.send_weights, args=("policy", {"a": torch.zeros(2)})))
             threads[0].start()
-            threads[0].join(0.05)  # it would have written by then
+            threads[0].join(0.05)  # without the lock, the thread would have written by then
         return write(weights, at, **options)
 
     monkeypatch.setattr(double_buffer.TensorDict, "memmap", write_while_another_thread_does)
@@ -398,7 +398,7 @@ def test_versions_that_two_threads_write_each_have_a_directory_of_their_own(
 def test_a_process_writes_no_version_while_another_does(
     locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both took the same number, and readers got parts of both."""
+    """Both processes used to take the same number, so that readers got parts of both versions."""
     transport, write, refused = llm.VLLMDoubleBufferTransport(str(tmp_path)), double_buffer.TensorDict.memmap, []
 
     def write_while_another_process_does(weights: Any, at: Path, **options: Any) -> Any:
@@ -421,7 +421,7 @@ def test_a_process_writes_no_version_while_another_does(
 
 
 def test_a_child_that_is_forked_during_a_write_does_not_keep_the_directory_locked(tmp_path: Path) -> None:
-    """If the trainer was killed then, no other could write there while the child lived."""
+    """Otherwise, if the trainer was killed, no other trainer could write there while the child lived."""
     with double_buffer._locked(tmp_path):
         double_buffer._turn.forget()  # as in the child
         with double_buffer._locked(tmp_path):
@@ -464,7 +464,7 @@ def test_a_version_that_is_removed_while_an_engines_workers_load_it_does_not_cou
         def collective_rpc(self, method: str, args: tuple[str, int]) -> None:
             loaded.append(Path(args[0]).name)
             if len(loaded) == 1:
-                for fill in (2.0, 3.0):  # the trainer goes on, and removes what these workers read
+                for fill in (2.0, 3.0):  # the trainer sends on, and removes the version that the workers are loading
                     transport.send_weights("policy", {"a": torch.full((2,), fill)})
             self.held = dict(double_buffer.TensorDict.load_memmap(args[0]).items()) if Path(args[0]).is_dir() else {}
 

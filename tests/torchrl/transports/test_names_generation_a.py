@@ -1,4 +1,4 @@
-"""Generation A, row by row: what each documented name promises (`reference_rows.py` maps rows to tests)."""
+"""Every documented name of generation A behaves as documented (`reference_rows.py` maps rows to tests)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weightsync.weights.model_path import _resolve_model
 
 
 class Context:
-    """What TorchRL calls a context: a collector, or anything with the attributes that it has."""
+    """A context in TorchRL's sense: a collector, or any object with the same attributes."""
 
     def __init__(self, **own: Any) -> None:
         self.__dict__.update(own)
@@ -351,7 +351,7 @@ def test_send_dispatches_to_all_first_and_returns_when_all_acked(three: Pair) ->
     done: list[SyncReport] = []
     thread = threading.Thread(target=lambda: done.append(three.sender.send(timeout=PATIENCE)))
     thread.start()
-    # In reverse order: whoever waited for worker 0 before the dispatch to worker 2 would never end.
+    # In reverse order, so a send that waited for worker 0 before dispatching to worker 2 would never end.
     for receiver in reversed(three.receivers):
         assert not done
         assert receiver.receive(timeout=PATIENCE)

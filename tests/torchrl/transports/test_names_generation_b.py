@@ -1,4 +1,4 @@
-"""Generation B, name by name: one object on both sides (`reference_rows.py` maps names to tests)."""
+"""Every name of generation B, in which one scheme serves both sides (`reference_rows.py` maps names to tests)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tagged(_worker_idx: int, weights: Any) -> Any:
 
 
 class Trainer:
-    """What TorchRL's multi-process collectors are to a scheme on the trainer's side."""
+    """A context with the attributes that a scheme reads from TorchRL's multi-process collectors in the trainer."""
 
     def __init__(self) -> None:
         self.policy = small(1.0)
@@ -277,7 +277,7 @@ def test_properties_on_the_sender(scheme_class: Any, crew: Crew) -> None:
 
 
 def small_of(weights: Any) -> Any:
-    """A model that holds these weights."""
+    """A model with these weights."""
     model = small()
     WeightStrategy().apply_weights(model, weights)
     return model
@@ -366,7 +366,7 @@ def test_initial_sync_transport_is_a_protocol_of_its_two_methods() -> None:
 
 
 class Mine:
-    """A user's transport by generation B's signatures, without model ids."""
+    """A user's transport with generation B's signatures, without model ids."""
 
     def __init__(self) -> None:
         self.model = small()
@@ -393,7 +393,7 @@ def test_transport_backend_takes_weights_without_a_model_id() -> None:
     assert constants(transport.model) == {4.0}
 
 
-# -------------------------------------------------------------------------------------------------- what else
+# -------------------------------------------------------------------------------------------------- other behaviour
 
 
 def test_extra_state_travels(scheme_class: Any, crew: Crew) -> None:
@@ -410,7 +410,7 @@ def test_extra_state_travels(scheme_class: Any, crew: Crew) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """As a LoRA model: what it holds is not what it sends."""
+    """A model like LoRA's, which sends its merged weights and not its own."""
 
     def __init__(self, base: torch.nn.Module) -> None:
         super().__init__()

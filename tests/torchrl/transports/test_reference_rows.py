@@ -1,4 +1,4 @@
-"""The table of rows is complete: each row has tests, each of them exists, and each test of names has a row."""
+"""The table of the reference API is complete: each row has existing tests, and each test of names has a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from reference_rows import FAULTS, FAULTS_IN, ROWS
 
 TESTS = Path(__file__).parents[2]
-#: The modules of which each test stands in a row.
+#: The modules whose every test must be in a row.
 NAMES = sorted(
     path.stem for path in TESTS.rglob("test_*names*.py") if path.stem not in ("test_names_a", "test_public_names")
 )
@@ -18,7 +18,7 @@ NAMES = sorted(
 
 @functools.cache
 def names_in(module: str) -> set[str]:
-    """The tests in a module, by name."""
+    """The names of the tests in a module."""
     (path,) = TESTS.rglob(f"{module}.py")
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}

@@ -1,6 +1,6 @@
-"""Signatures against TorchRL's own, for generation B: what differs is in one reviewed table, each with its reason.
+"""Our signatures equal those of TorchRL's generation B, except for differences in a reviewed table with reasons.
 
-Compared are the names, kinds and defaults of parameters, and whether a property can be set. Annotations are not:
+The names, kinds and defaults of parameters are compared, and whether a property can be set. Annotations are not, since
 TorchRL's are strings that name its own types.
 """
 
@@ -30,9 +30,9 @@ UPDATERS = (
     "RemoteModuleWeightUpdater",
     "RayWeightUpdater",
 )
-#: Names with an underscore that TorchRL's documentation has users override.
+#: Methods with an underscore that, according to TorchRL's documentation, users override.
 OVERRIDDEN = ("_get_server_weights", "_maybe_map_weights", "_sync_weights_with_worker", "_skip_update")
-#: What users write and we call, and not the other way round.
+#: Methods that users write and we call, not the other way round.
 UNCALLED = (
     "WeightSyncScheme.create_transport",
     "TransportBackend.send_weights",
@@ -44,9 +44,9 @@ SIMPLE = inspect.Parameter.empty
 
 
 def torchrl_modules() -> tuple[Any, Any]:
-    """TorchRL's two modules. If it is not installed, the test is skipped; in CI it fails."""
+    """TorchRL's two modules. If TorchRL is not installed, the test is skipped, or fails in CI."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # TorchRL and what it imports warn of their own deprecations
+        with warnings.catch_warnings(action="ignore"):  # TorchRL and its dependencies warn about their own deprecations
             from torchrl import collectors, weight_update  # noqa: PLC0415 - takes seconds, and may be missing
     except ImportError as error:
         not_tested("OUR SIGNATURES AGAINST TORCHRL'S", f"{error} (pip install 'weightsync[torchrl]')")
@@ -54,7 +54,7 @@ def torchrl_modules() -> tuple[Any, Any]:
 
 
 def rendered(function: Any) -> str:
-    """The parameters of a function, without its annotations; of members of enums their values, ``...`` if not given."""
+    """The parameters of a function, without annotations. Enum members appear as their values, or ``...`` if unset."""
     signature = inspect.signature(function)
     bare = [
         parameter.replace(annotation=SIMPLE, default=plain(parameter.default))
@@ -68,7 +68,7 @@ def plain(default: Any) -> Any:
 
 
 def described(cls: type, member: str) -> str:
-    """How a member can be used: its parameters, or what kind of property it is; empty: there is none."""
+    """How a member can be used: its parameters, or the kind of property. Empty if the class has no such member."""
     found = inspect.getattr_static(cls, member, None)
     match found:
         case None:
@@ -81,7 +81,7 @@ def described(cls: type, member: str) -> str:
 
 
 def members(cls: type) -> list[str]:
-    """The constructor and all public members."""
+    """The constructor, all public members, and the private methods that users override."""
     return ["__init__", *(name for name in dir(cls) if not name.startswith("_") or name in OVERRIDDEN)]
 
 
@@ -95,9 +95,9 @@ def classes() -> dict[str, type]:
 
 
 def compared() -> dict[str, tuple[str, str]]:
-    """Each member of each of TorchRL's public classes: how it can be used there, and here.
+    """How each member of TorchRL's public classes can be used in TorchRL, and in weightsync.
 
-    What a subclass inherits on both sides is listed with its base only.
+    A member that a subclass inherits in both is listed with its base only.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, theirs in classes().items():
@@ -126,7 +126,7 @@ def test_what_differs_is_in_the_reviewed_table(signatures: dict[str, tuple[str, 
 
 
 def test_every_call_of_theirs_is_taken() -> None:
-    """Whatever TorchRL's own signature takes, by position or by name, ours takes too."""
+    """Our signatures accept every call that TorchRL's accept, with arguments by position or by name."""
     refused = {}
     for name, theirs in classes().items():
         for member in members(theirs):
@@ -139,7 +139,7 @@ def test_every_call_of_theirs_is_taken() -> None:
 
 
 def calls_of(function: Any) -> list[Form]:
-    """All that a function takes: its first arguments by position and the rest by name, for each number of them."""
+    """The calls that a function accepts, with the first n arguments by position and the rest by name, for each n."""
     first, *rest = inspect.signature(function).parameters.values()
     places = [each for each in rest if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     keywords = {each.name: X for each in rest if each.kind is each.KEYWORD_ONLY}
@@ -182,7 +182,7 @@ def test_every_difference_has_its_reason() -> None:
 
 
 def only_adds(theirs: str, ours: str) -> bool:
-    """Whether ours takes all that theirs does, in the same way, and besides it only keywords that have defaults."""
+    """Whether our signature has all parameters of theirs unchanged, and in addition only keywords with defaults."""
     before, after = parameters(theirs), parameters(ours)
     more = [after[name] for name in after if name not in before]
     return all(after.get(name) == parameter for name, parameter in before.items()) and all(
@@ -191,7 +191,7 @@ def only_adds(theirs: str, ours: str) -> bool:
 
 
 def core(theirs: str, ours: str) -> str:
-    """Ours, without the keywords that theirs does not know and that have defaults."""
+    """Our signature, without the keywords with defaults that theirs does not have."""
     if not (theirs.startswith("(") and ours.startswith("(")):
         return ours
     known, parts, keywords = parameters(theirs), [], False
@@ -208,7 +208,7 @@ def split(text: str) -> list[str]:
 
 
 def parameters(text: str) -> dict[str, str]:
-    """How each parameter may be given, and its default."""
+    """The kind, position and default of each parameter."""
     found, kind = {}, "any"
     for part in split(text):
         if part == "*":
@@ -220,7 +220,7 @@ def parameters(text: str) -> dict[str, str]:
 
 
 def test_the_method_of_each_of_torchrls_collectors_is_known_by_its_parameters() -> None:
-    """It takes TensorDicts: given a dict, theirs fails (``form_taken``)."""
+    """The method takes TensorDicts, and TorchRL's fails for a dict (``form_taken``)."""
     _, collectors = torchrl_modules()
     kinds = [getattr(collectors, name) for name in ("Collector", "AsyncCollector", "MultiSyncCollector")]
     for kind in [*kinds, collectors.MultiAsyncCollector]:

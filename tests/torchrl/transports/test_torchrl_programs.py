@@ -1,4 +1,4 @@
-"""Programs as a user of TorchRL writes them from the documentation of either generation: only the import is ours."""
+"""Programs from TorchRL's documentation of both generations run with only the import changed to weightsync."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sums(policy: nn.Module) -> tuple[float, float]:
 
 
 def played(process: Any, results: Any) -> Any:
-    """What a worker tells at its end."""
+    """The result of a worker process, which must then end without an error."""
     assert results.poll(PATIENCE)
     answer = results.recv()
     process.join(PATIENCE)
@@ -35,7 +35,7 @@ def played(process: Any, results: Any) -> Any:
     return answer
 
 
-# ------------------------------------------------------------------- A: multiprocess, the transport by hand
+# ------------------------------------------------------------------- A: multiprocess, with manual transports
 
 
 def worker_by_hand(child_pipe: Any, results: Any) -> None:
@@ -158,7 +158,7 @@ def test_a_shared_memory(forkserver: Any) -> None:
     sender.close()
 
 
-# -------------------------------------------------------------------- B: the scheme itself, on both sides
+# -------------------------------------------------------------------- B: one scheme on both sides
 
 
 def worker_of_the_scheme(scheme: Any, worker_idx: int, results: Any) -> None:
@@ -197,7 +197,7 @@ def test_b_standalone(forkserver: Any, scheme_class: Any, method: str) -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.fill_(3.0)
-    scheme.send()  # the weights given at init are the policy's own
+    scheme.send()  # the weights given at init share the policy's memory
     for ours, _ in pipes:
         assert ours.poll(PATIENCE)
         assert ours.recv() == (24.0, 6.0)

@@ -1,4 +1,4 @@
-"""The transport classes on their own, as the reference documents them, row by row."""
+"""The transport classes without a scheme: every row of the reference API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def values(weights: Any) -> set[float]:
 
 
 class Ends:
-    """Both ends of a pipe, each behind an MPTransport."""
+    """An MPTransport over each end of a pipe."""
 
     def __init__(self, timeout: float = PATIENCE) -> None:
         self.pipes = multiprocessing.Pipe()
@@ -81,14 +81,14 @@ def test_mp_transport_pipe_yields_what_worker_loops_expect(ends: Ends) -> None:
     assert ends.worker.pipe.poll(PATIENCE)
     (model_id, weights), message = ends.worker.pipe.recv()
     assert (model_id, message, values(weights)) == ("policy", "update_weights", {4.0})
-    with pytest.raises(TimeoutError):  # pending until it is answered
+    with pytest.raises(TimeoutError):  # the update is pending until it is answered
         MPTransportWait(ends.trainer)
     ends.worker.send_ack()
     ends.trainer.wait_ack()
 
 
 def MPTransportWait(transport: Any) -> None:
-    """wait_ack with a short patience."""
+    """Call `wait_ack` with a short timeout."""
     before, transport.timeout = transport.timeout, 0.05
     try:
         transport.wait_ack()
@@ -179,7 +179,7 @@ def test_shared_mem_transport_receives_and_acks_as_a_worker() -> None:
 
 
 class Mailbox:
-    """A user's own transport: just the three methods, by generation A's signatures."""
+    """A user's transport, with only the three methods of generation A."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -197,7 +197,7 @@ class Mailbox:
 
 
 class MailboxScheme(MultiProcessWeightSyncScheme):
-    """A scheme of the user's, whose workers are reached by the user's own transport."""
+    """A user's scheme, which reaches its workers over the user's own transport."""
 
     def create_transport(self, pipe_or_context: Any) -> Any:
         return Mailbox(pipe_or_context)
@@ -273,7 +273,7 @@ def test_create_transport_takes_a_pipe_by_position_or_keyword(scheme_class: Any)
         theirs.close()
 
 
-# --------------------------------------------------------- the others, as far as they need nobody at the other end
+# --------------------------------------------------------- the other schemes, without a peer
 
 
 @pytest.mark.parametrize(

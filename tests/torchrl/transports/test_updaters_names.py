@@ -1,4 +1,4 @@
-"""The weight updaters, member by member, as `torchrl.collectors` documents them."""
+"""Every member of the weight updaters, as documented in `torchrl.collectors`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def values(weights: Any) -> set[float]:
 
 
 class Recording(WeightUpdaterBase):
-    """A user's updater: says what it was asked."""
+    """A user's updater that records its calls."""
 
     def __init__(self, ids: Any = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The thread that calls a user's transport ends with its link, or is left in a call that does not return."""
+"""The thread that calls a user's transport ends with its link, unless a call does not return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync import AckTimeoutError, MultiProcessWeightSyncScheme
 
 
 class Own:
-    """A transport of a user's own, whose calls may be held back."""
+    """A user's transport whose calls block until `goes_on` is set."""
 
     def __init__(self) -> None:
         self.called = threading.Event()
@@ -26,7 +26,7 @@ class Own:
         self.goes_on.wait()
 
     def receive_weights(self, timeout: float = 1.0) -> None:
-        """Nothing comes back."""
+        """Receive nothing."""
 
     def check_connection(self) -> bool:
         return True

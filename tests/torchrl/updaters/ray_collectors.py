@@ -1,4 +1,4 @@
-"""Remote collectors for tests: Ray actors that know nothing of weightsync."""
+"""Remote collectors for tests: Ray actors without weightsync."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class TwoParts(Exception):
-    """An exception that can be pickled, and not unpickled: that would call it with one argument."""
+    """An exception that can be pickled but not unpickled, since unpickling calls it with one argument."""
 
     def __init__(self, reason: str, part: int) -> None:
         super().__init__(reason)
@@ -16,7 +16,7 @@ class TwoParts(Exception):
 
 
 class RemoteCollector:
-    """Keeps what it is given, raises or hangs. Has two threads, so that its mode can be set while it is busy."""
+    """Keeps the weights that it is given, raises, or hangs. It has two threads, so that `behave` reaches a hung one."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -25,27 +25,27 @@ class RemoteCollector:
         self.behave("take")
 
     def behave(self, how: str) -> None:
-        """From now on: "take", "raise", "raise with parts" or "hang" (until it is set again)."""
+        """Set the behaviour: "take", "raise", "raise with parts" or "hang" (until the behaviour is set again)."""
         self.how = how
         if how == "hang":
             self.go_on.clear()
         else:
             self.go_on.set()
 
-    # The reference calls this by an argument's name that has changed over time.
+    # The name of this argument has changed between releases of TorchRL.
     def update_policy_weights_(self, policy_weights: Any) -> str:
         if self.how == "raise":
-            # Even this does not look as if the connection had failed.
+            # Even this error must not be taken for a failed connection.
             raise ConnectionResetError("not for me")
         if self.how == "raise with parts":
             raise TwoParts("not for me", 2)
-        with self.turn:  # one that hung before comes first, also once it goes on
+        with self.turn:  # a call that hung earlier keeps its place before later ones
             assert self.go_on.wait(60)
             self.given.append(policy_weights)
         return "whatever it returns"
 
     def seen(self) -> list[float]:
-        """A value of each push."""
+        """The first value of each push."""
         return [float(next(iter(weights.values(True, True))).flatten()[0]) for weights in self.given]
 
     def last(self) -> Any:

@@ -1,4 +1,4 @@
-"""docs/choosing.md names what there is, and leaves nothing out."""
+"""docs/choosing.md names every scheme, updater and guarantee, and only public classes."""
 
 from __future__ import annotations
 

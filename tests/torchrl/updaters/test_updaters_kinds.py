@@ -1,4 +1,4 @@
-"""The updaters that make no calls to other machines, and what all updaters know of collectors."""
+"""The updaters that make no calls to other machines, and the collectors of any updater."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_multiprocessed_copies_into_each_buffer() -> None:
 
 
 def test_multiprocessed_copies_into_the_buffer_of_no_device() -> None:
-    """As TorchRL's collectors of processes have it, if they were given no device."""
+    """TorchRL's multi-process collectors use the key None if they were given no device."""
     buffers: Any = {None: weights(0.0)}
 
     report = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers).push_weights(weights(5.0))
@@ -250,7 +250,7 @@ def test_multiprocessed_copies_only_into_those_named() -> None:
 
 
 def write_and_say(shared: Any, updated: Any, seen: Any) -> None:
-    """A worker of another process, which reads the buffer that it was handed."""
+    """Main function of another process: once the buffer is updated, report the values in it."""
     updated.wait(60)
     seen.put(sorted(constant(shared)))
 

@@ -1,4 +1,4 @@
-"""`WeightUpdaterBase`: what a push does, in which order, and what it says became of each worker."""
+"""`WeightUpdaterBase`: the steps of a push and their order, and the outcome that it reports for each worker."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_other_types_of_weights_are_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="Nothing was pushed"):
         updater.push_weights(given)
 
-    assert updater.log == [("map", given)]  # which might have taken it
+    assert updater.log == [("map", given)]  # the mapping may accept other types
 
 
 # --------------------------------------------------------------------------------------------------- worker ids
@@ -592,11 +592,11 @@ def test_no_hook_may_start_a_push(where: str) -> None:
 
 
 async def sleeper(*_: Any) -> None:
-    """Its body would never run."""
+    """An async hook, whose body would never run."""
 
 
 class Sleeper:
-    """The same as an object."""
+    """An async hook that is a callable object."""
 
     async def __call__(self) -> None:
         raise AssertionError
@@ -615,7 +615,7 @@ def test_a_hook_that_cannot_be_called_is_refused(hook: Any) -> None:
 
 
 class Still(WeightUpdaterBase):
-    """Calls nobody."""
+    """An updater that makes no calls."""
 
     def __init__(self, name: str) -> None:
         self.name = name

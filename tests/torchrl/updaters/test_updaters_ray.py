@@ -1,4 +1,4 @@
-"""`RayWeightUpdater` on a real Ray cluster: it looks at its calls, and says who failed."""
+"""`RayWeightUpdater` on a real Ray cluster: it checks its calls, and reports the collectors that failed."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from weightsync import (
 )
 from weightsync.transports.ray import session
 
-#: Seconds after which a test gives up; reached only by a failure.
+#: Seconds after which a test gives up. Only a failing test waits so long.
 PATIENCE = 60.0
 APPLIED, SKIPPED = OutcomeKind.APPLIED, OutcomeKind.SKIPPED
 REFUSED, LOST = OutcomeKind.REFUSED, OutcomeKind.LOST
 pytestmark = [
     pytest.mark.ray,
-    # The first of them starts the cluster and the collectors.
+    # The first test starts the cluster and the collectors.
     pytest.mark.timeout(600),
-    # Ray's C++ and its background threads leave what they do not close to the collector.
+    # Ray's C++ code and background threads leave some resources to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -52,7 +52,7 @@ def get(reference: Any) -> Any:
 
 
 def start(**options: Any) -> Any:
-    """An actor on the head node, where nothing else is said: other nodes are there to be killed."""
+    """Start an actor, by default on the head node, since tests kill other nodes."""
     import ray  # noqa: PLC0415
 
     options.setdefault("resources", {"node:__internal_head__": 0.001})
@@ -69,9 +69,9 @@ def behave(collector: Any, how: str) -> None:
 
 @pytest.fixture(scope="module")
 def all_collectors(cluster: Any) -> list[Any]:
-    """Started at once, since each takes seconds. The last is there to be killed.
+    """Three collectors, started together since each takes seconds. A test may kill the last one.
 
-    They are up, and have imported what weights are made of: on a busy machine that takes longer than a push may.
+    They have started and imported tensordict, which on a busy machine takes longer than the timeout of a push.
     """
     import ray  # noqa: PLC0415
 
@@ -83,19 +83,19 @@ def all_collectors(cluster: Any) -> list[Any]:
 
 @pytest.fixture
 def pool(all_collectors: list[Any]) -> Iterator[list[Any]]:
-    """Two collectors that no test harms."""
+    """Two collectors that no test kills, reset to normal behaviour after each test."""
     yield all_collectors[:2]
     for collector in all_collectors[:2]:
         behave(collector, "take")
 
 
 def seen(collectors: list[Any]) -> list[float]:
-    """What each was given last."""
+    """The first value of the last weights that each collector got."""
     return [get(collector.seen.remote())[-1] for collector in collectors]
 
 
 def until(met: Callable[[], bool]) -> None:
-    """Wait for what an actor, or a thread of Ray's, does meanwhile."""
+    """Wait until an actor or a thread of Ray has made the condition true."""
     patience = time.monotonic() + PATIENCE
     while not met():
         assert time.monotonic() < patience
@@ -281,7 +281,7 @@ def test_a_collector_that_hangs_ends_in_a_timeout_and_the_others_are_served(pool
 
     assert 0 in failure.value.pending
     assert failure.value.report[0].kind is OutcomeKind.TIMED_OUT
-    until(lambda: seen(pool[1:]) == [13.0])  # it may have been called as late as the deadline passed
+    until(lambda: seen(pool[1:]) == [13.0])  # its call may have begun only just before the deadline
     behave(pool[0], "take")
     assert kinds(updater.push_weights(weights(14.0), timeout=PATIENCE)) == [APPLIED, APPLIED]
     assert seen(pool) == [14.0, 14.0]
@@ -315,7 +315,7 @@ def test_a_collector_that_was_removed_is_not_kept_alive(pool: list[Any]) -> None
         return held() is None
 
     del handle
-    until(forgotten)  # a thread of Ray's may be about to let go of it
+    until(forgotten)  # a thread of Ray may still be dropping its reference
 
 
 def test_weights_that_the_object_store_does_not_take_reach_nobody(
@@ -344,7 +344,7 @@ def test_a_collector_whose_queue_is_full_is_not_called(pool: list[Any]) -> None:
     busy = start(max_pending_calls=1)
     behave(busy, "hang")
     waiting: list[Any] = []
-    while not waiting:  # the call above counts for a moment longer
+    while not waiting:  # the call above still counts for a moment
         with contextlib.suppress(ray.exceptions.PendingCallsLimitExceeded):
             waiting.append(busy.update_policy_weights_.remote(weights()))
     updater = RayWeightUpdater(weights(23.0), [busy, pool[0]])

@@ -1,4 +1,4 @@
-"""Updaters beside TorchRL's own: names, signatures, and a collector of TorchRL's that uses one of ours."""
+"""Our updaters have the names and signatures of TorchRL's, and a TorchRL collector can use one of ours."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROPERTIES = ["collector", "collectors", "post_hooks"]
 
 @pytest.fixture(scope="module")
 def torchrl() -> Iterator[Any]:
-    """TorchRL's collectors; it warns of its own at import."""
+    """The module `torchrl.collectors`, which warns about its own deprecations when it is imported."""
     installed("torchrl", what="OUR UPDATERS AGAINST TORCHRL'S", extra="torchrl")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -69,7 +69,7 @@ def test_methods_are_the_references_and_what_is_more_is_by_keyword(name: str, me
     theirs = parameters(getattr(getattr(torchrl, name), member))
     ours = parameters(getattr(getattr(weightsync, name), member))
 
-    # One argument of the hook has two names in the reference itself.
+    # TorchRL itself has two names for one argument of this hook.
     alias = {"policy_or_weights": "server_weights"} if member == "_maybe_map_weights" else {}
     renamed = [(alias.get(parameter, parameter), kind, default) for parameter, kind, default in theirs]
     assert ours[: len(theirs)] == renamed

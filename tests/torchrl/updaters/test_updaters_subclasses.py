@@ -1,4 +1,4 @@
-"""Subclasses that were written for TorchRL's `WeightUpdaterBase`, as its own updaters for vLLM are."""
+"""Subclasses written for TorchRL's `WeightUpdaterBase`, such as its own updaters for vLLM, work with ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync import ConfigurationError, Evidence, OutcomeKind, RefusedError, 
 
 
 class Wrapper(nn.Module):
-    """A policy around the model whose weights the workers take."""
+    """A policy around the model whose weights the workers get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Wrapper(nn.Module):
 
 
 class Mapping(WeightUpdaterBase):
-    """Takes what it needs from whatever it is given."""
+    """An updater whose mapping accepts a wrapped policy or the text "a checkpoint"."""
 
     def __init__(self) -> None:
         self.given: Any = None
@@ -38,7 +38,7 @@ class Mapping(WeightUpdaterBase):
 
 
 class Whole(WeightUpdaterBase):
-    """Makes all calls of a push itself."""
+    """An updater that makes all calls of a push itself."""
 
     def __init__(self) -> None:
         self.pushed: list[tuple[Any, Any]] = []
@@ -53,7 +53,7 @@ class Whole(WeightUpdaterBase):
 
 
 class Outright(WeightUpdaterBase):
-    """Overrides the push with TorchRL's signature."""
+    """An updater that overrides the push with TorchRL's signature."""
 
     def __init__(self) -> None:
         self.pushed: list[tuple[Any, Any]] = []
@@ -75,14 +75,14 @@ def test_the_mapping_gets_a_module_as_it_is() -> None:
 
 
 class InHalf(Mapping):
-    """Changes what its base extracts, as a subclass of TorchRL's class does."""
+    """An updater that converts the weights that its base extracts, as subclasses of TorchRL's class do."""
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         return WeightUpdaterBase._maybe_map_weights(self, server_weights).half()
 
 
 def test_a_mapping_that_calls_its_base_gets_the_modules_weights_and_not_the_module() -> None:
-    """It got the module, and converted the trainer's own policy."""
+    """The mapping used to get the module, and converted the trainer's own policy."""
     updater, policy = InHalf(), nn.Linear(1, 1)
     updater.push_weights(policy)
 
@@ -131,14 +131,14 @@ def test_a_subclass_may_override_the_push_and_call_the_hooks() -> None:
 
 
 class Asynchronous(WeightUpdaterBase):
-    """Its call was written for an event loop."""
+    """An updater whose call for one worker is async."""
 
     async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         raise AssertionError
 
 
 class WhollyAsynchronous(Whole):
-    """So was its whole push."""
+    """An updater whose whole push is async."""
 
     async def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:  # type: ignore[override]
         raise AssertionError

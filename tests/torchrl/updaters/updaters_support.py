@@ -1,4 +1,4 @@
-"""Updaters and collectors for tests of updaters."""
+"""Helpers for the tests of updaters: weights, a recording updater, and a collector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync import WeightUpdaterBase
 
 
 def weights(fill: float = 1.0) -> TensorDict:
-    """Weights of 12 bytes, all of one value."""
+    """Weights of 12 bytes whose every element is this number."""
     return TensorDict({"layer": {"weight": torch.full((2,), fill), "bias": torch.full((1,), fill)}}, batch_size=[])
 
 
@@ -23,7 +23,7 @@ def constant(of: Any) -> set[float]:
 
 
 class Recorder(WeightUpdaterBase):
-    """Notes each step of a push; what a worker's call does is given by id. Its constructor does not call super's."""
+    """Records each step of a push, and runs a given function for each worker. Its constructor does not call super's."""
 
     def __init__(self, ids: Sequence[Any] | None = None, **does: Callable[[], Any]) -> None:
         self.ids = ids
@@ -57,7 +57,7 @@ class Recorder(WeightUpdaterBase):
 
 
 class Collector:
-    """What an updater asks of a collector."""
+    """A collector with only the method that an updater calls."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -67,7 +67,7 @@ class Collector:
 
 
 class Pending:
-    """Calls that end when the test says so."""
+    """Calls that end when the test resolves their futures."""
 
     def __init__(self) -> None:
         self.futures: list[Future[None]] = []
