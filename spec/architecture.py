@@ -1,8 +1,8 @@
-"""Renders the module map in `docs/architecture.md`: the floors, their packages and modules, and who imports whom.
+"""Renders the module map in `docs/architecture.md`: the floors, their packages and modules, and the imports.
 
-The floors are the layers of import-linter's first contract in `pyproject.toml`; the imports are grimp's, which
+The floors are the layers of import-linter's first contract in `pyproject.toml`. The imports are found by grimp, which
 import-linter uses too. With ``--check`` nothing is written and the page is compared byte for byte.
-Exit status: 0 all is as it should be, 1 the page differs, 2 the page or the contract cannot be read.
+Exit status: 0 the page is up to date, 1 the page differs, 2 the page or the contract cannot be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocolgen.source import SpecError
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "weightsync"
 PAGE = "docs/architecture.md"
-#: Of a line in a box of the picture.
+#: The width of a line in a box of the picture.
 _WIDTH = 64
 
 
@@ -32,11 +32,11 @@ class Room:
     """A package or module directly below `weightsync`."""
 
     name: str
-    #: The first sentence of its docstring.
+    #: The first paragraph of its docstring.
     meaning: str
-    #: The modules below it, by their names inside the package.
+    #: The modules below it, named relative to it.
     modules: tuple[str, ...]
-    #: The rooms that it imports; `weightsync` itself: the public names.
+    #: The rooms that it imports. `weightsync` itself stands for the public names.
     imports: frozenset[str]
 
 
@@ -87,7 +87,7 @@ def sections(house: Sequence[Floor]) -> dict[str, str]:
 def picture(house: Sequence[Floor]) -> str:
     """A mermaid diagram: a box for each floor, an arrow from a floor to those that it imports.
 
-    An arrow that others imply is left out: the table has all imports.
+    An arrow that others imply is left out. The table has all imports.
     """
     lines = ["```mermaid", "flowchart TD"]
     for number, floor in reversed(list(enumerate(house, 1))):
@@ -99,7 +99,7 @@ def picture(house: Sequence[Floor]) -> str:
 
 
 def _label(room: Room) -> str:
-    """Its name and its modules, those of each package inside it on lines of their own."""
+    """The text of a room's box: its name and its modules, with a separate line for each package inside it."""
     inside: dict[str, list[str]] = {}
     for module in room.modules:
         package, _, name = module.rpartition(".")
@@ -119,7 +119,7 @@ def _inside(floor: Floor) -> Iterator[str]:
 
 
 def _arrows(house: Sequence[Floor]) -> list[tuple[int, int]]:
-    """From floor to floor, the highest first, without those that follow from others."""
+    """The arrows between floors, the highest first, without those that others imply."""
     of = {room.name: number for number, floor in enumerate(house, 1) for room in floor}
     below = {
         number: {of[name] for room in floor for name in room.imports if name in of and of[name] != number}

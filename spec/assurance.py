@@ -141,7 +141,7 @@ def _least(root: Path) -> Iterator[str]:
 
 
 def _apart(of_the_protocol: Sequence[Checked]) -> Iterator[str]:
-    """The features that no proof has together. The inductive proof does not count: its states need not be reachable."""
+    """The features that no proof has together, except the inductive one, whose states need not be reachable."""
     reaching = [each.bounds.features for each in of_the_protocol if each.configuration.module != "MCInductive"]
     together = {pair for features in reaching for pair in combinations(sorted(features), 2)}
     every = sorted(frozenset().union(*reaching))

@@ -1,8 +1,8 @@
-"""Renders `docs/scenarios.md`: for each guarantee, a chart of the check that its planted fault turns red; and the chart
-of one update in `README.md`, as `weightsync trace show` draws it.
+"""Renders `docs/scenarios.md`, a sequence chart for each guarantee, and the chart of one update in `README.md`.
 
-Each check of `tests/protocol/planted/checks.py` runs with the recorder on; its trace must conform, and is drawn. With
-``--check`` nothing is written and the pages are compared byte for byte.
+The chart of a guarantee shows a run of the check in `tests/protocol/planted/checks.py` that its planted fault makes
+fail. The check runs with the recorder on, and its trace must conform. The chart in README looks as `weightsync trace
+show` draws it. With ``--check`` nothing is written and the pages are compared byte for byte.
 Exit status: 0 the pages are up to date, 1 one differs.
 """
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "scenarios.md"
 README = ROOT / "README.md"
 _PART = re.compile(r"(<!-- chart: update -->\n).*?(<!-- /chart -->)", re.DOTALL)
-#: Columns of a lane of the chart in README.
+#: The width of a lane of the chart in README, in characters.
 _LANE = 30
 
 _HEAD = """\
@@ -48,7 +48,7 @@ read by the end of the scenario. Notes name the row of the protocol's table that
 def render(root: Path = ROOT) -> str:
     """Run the checks and render the page."""
     sys.path[:0] = [str(root / "tests" / "protocol" / "planted"), str(root / "tests")]
-    checks = importlib.import_module("checks")  # lies in the tests, and imports torch
+    checks = importlib.import_module("checks")  # in the tests' folder; imports torch
     logging.getLogger("weightsync").setLevel("CRITICAL")
     sections = []
     for guarantee in sources.read(root):
@@ -85,7 +85,7 @@ def render_readme(text: str) -> str:
 
 
 def _one_update() -> None:
-    """`send_async` and `wait_async` to two workers, in one thread: what happens has one order."""
+    """Run `send_async` and `wait_async` to two workers in one thread, so that the events have only one order."""
     import torch  # noqa: PLC0415 - for this chart alone
 
     from weightsync import MultiProcessWeightSyncScheme  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""Measures what deltas cost and save on this machine, as the table of docs/guide.md: `python spec/delta.py [MIB]`.
+"""Measures the costs and savings of deltas on this machine, for docs/guide.md: `python spec/delta.py [MIB]`.
 
-Each row changes a share of a model's elements at random. The link below which a delta is faster follows from the bytes
-that it saves and the seconds that it takes at both ends: it is calculated, not measured.
+Each row changes a share of a model's elements at random. The link speed below which a delta is faster follows from the
+bytes that it saves and its time at both ends. That speed is calculated, not measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from weightsync.weights.delta import apply, encode
 
 SHARES = (0.0001, 0.001, 0.01, 0.05, 0.2)
-#: By the dtype's name: the word in which it is compared.
+#: The size in bytes of the words that are compared, by the dtype's name.
 WORDS = {"float32": 4, "bfloat16": 2}
 REPEATS = 5
 HEAD = "| changed | dtype | sent | encode | apply | faster below |\n| --- | --- | --- | --- | --- | --- |"

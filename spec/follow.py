@@ -1,4 +1,4 @@
-"""`make protocol`: renders and pins everything derived from spec/protocol.toml, then lists what is left to write.
+"""`make protocol`: renders and pins everything derived from spec/protocol.toml, then lists what to write by hand.
 
 The steps, each a command that can be run alone: the tables and pages, the frames on the wire, the graphs of the shipped
 machines, the paths that are replayed over transports, TLC's counts, and the assurance page. The first step that fails
@@ -32,9 +32,9 @@ _FOLLOW = frozenset(
 _TEXTS = frozenset({".py", ".tla", ".md"})
 #: The tables of protocol.toml whose names other files repeat.
 _NAMED = ("refusal_kind", "state", "delivery")
-#: Records of what was done and decided, to which new names are not added.
+#: Records of past changes and decisions, to which new names are not added.
 _HISTORY = ("CHANGELOG.md", "docs/design/")
-#: By the table of protocol.toml: the enum whose members it names in Python. Names of other enums do not count.
+#: For each table of protocol.toml, the Python enum of its names. Members of other enums do not count.
 _ENUMS = {
     "refusal_kind": "RefusalKind",
     "state": "State",
@@ -42,7 +42,7 @@ _ENUMS = {
     "sender input": "SenderInput",
     "receiver input": "ReceiverInput",
 }
-#: The order in which a change goes through them.
+#: The order in which a change goes through the folders.
 _ORDER = ("tla/", "weightsync/protocol/", "weightsync/", "spec/modelcheck/", "spec/", "tests/")
 _BY_HAND = """\
 written by hand, whatever has changed:
@@ -100,7 +100,7 @@ def fresh(before: Mapping[str, set[str]], now: Mapping[str, set[str]]) -> dict[s
 
 
 def lacking(what: str, name: str, others: set[str], texts: Mapping[str, str]) -> dict[str, int]:
-    """The files that name at least two of the others, and not this one, with the line that names most of them."""
+    """The files that name at least two of ``others`` but not ``name``, each with the line that names most of them."""
     found = {}
     for path, text in texts.items():
         lines = [sum(_says(line, other, _ENUMS[what]) for other in others) for line in text.splitlines()]
@@ -111,7 +111,7 @@ def lacking(what: str, name: str, others: set[str], texts: Mapping[str, str]) ->
 
 
 def _says(text: str, name: str, enum: str) -> bool:
-    """Whether a text has that name, but not as a member of another enum."""
+    """Whether a text has the name other than as a member of another enum."""
     return re.search(rf"(?<![\w.]){re.escape(name)}\b|\b(?:{enum}|_\w)\.{re.escape(name)}\b", text) is not None
 
 
@@ -128,7 +128,7 @@ def written() -> dict[str, str]:
 
 
 def still_to_write(since: str) -> Iterator[str]:
-    """What a person must look at, line by line, in the order in which a change goes through it."""
+    """The places that a person must check, one per line, in the order in which a change goes through them."""
     old = subprocess.run(
         ["git", "show", f"{since}:{SOURCE}"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = str(Path(sys.executable).with_name("uv"))
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-#: What the matrix runs by default.
+#: The tests that the matrix runs by default.
 TESTS = (
     "tests/unit/weights",
     "tests/unit/schemes",
@@ -36,15 +36,15 @@ TESTS = (
 )
 #: The package's extras that these tests need.
 EXTRAS = ("cli", "otel", "prometheus", "rl")
-#: What the matrix installs: the package with these extras, and what the tests need beside them.
+#: The packages that the matrix installs: weightsync with these extras, and another one that the tests need.
 INSTALLED = ("-e", f"{ROOT}[{','.join(EXTRAS)},test]", "opentelemetry-sdk>=1.30")
-#: Unset for the tests: without ``CI`` a tool may be missing; without the other each process does not compile the tests.
+#: Variables that are unset for the tests. ``CI`` would require every tool; the other disables the bytecode cache.
 _UNSET = {"CI", "PYTHONDONTWRITEBYTECODE"}
-#: Seconds for the smoke program.
+#: The time limit of the smoke programs, in seconds.
 PATIENCE = 120
 PAGE = "docs/schemes/shared.md"
 
-#: Run after the page's program: what the package promises beside it.
+#: The program that runs after that of the page, and checks the installed package.
 CHECKS = """
 import pathlib, subprocess, sys
 import weightsync
@@ -59,7 +59,7 @@ assert found.returncode and "weightsync[cli]" in found.stderr + found.stdout, fo
 
 
 def smoke() -> int:
-    """Build, install and try both packages; the exit status."""
+    """Build, install and try both packages. Returns the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         _uv("build", "--quiet", "--out-dir", folder, str(ROOT))
         packages = sorted(each for each in Path(folder).iterdir() if each.suffix in {".whl", ".gz"})
@@ -84,7 +84,7 @@ def _try(package: Path, folder: Path) -> None:
 
 
 def matrix(arguments: Sequence[str]) -> int:
-    """Run the tests on each Python with each pair of releases; the exit status."""
+    """Run the tests on each Python with each pair of releases. Returns the exit status."""
     results: dict[str, str] = {}
     for version in PYTHONS:
         python = _interpreter(version)
@@ -103,7 +103,7 @@ def _in_ci() -> bool:
 
 
 def _interpreter(version: str) -> str | None:
-    """A Python of this version: one that uv knows, one of pyenv's, or one that uv fetches now."""
+    """A Python of this version: one that uv finds, one of pyenv, or one that uv downloads. None: there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for command in (["find", "--no-python-downloads", version], ["install", version], ["find", version]):
         found = subprocess.run([UV, "python", *command], check=False, capture_output=True, text=True)
@@ -116,14 +116,14 @@ def _interpreter(version: str) -> str | None:
 
 
 def _releases(python: str) -> list[list[str]]:
-    """The two newest minor releases of torch and tensordict that this Python can have together."""
+    """The two newest minor releases of torch and tensordict that can be installed together on this Python."""
     newest = _resolved(python, ["torch", "tensordict"])
     below = [re.sub(r"==(\d+\.\d+).*", r"<\1", each) for each in newest]
     return [newest, _resolved(python, below)]
 
 
 def _lowest() -> list[str]:
-    """The lowest releases that the package allows of what it needs, alone and with `EXTRAS`."""
+    """The lowest allowed releases of the package's dependencies, including those of `EXTRAS`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = (project["optional-dependencies"][name] for name in EXTRAS)
     return [f"{each.replace('>=', '==')}.*" for each in itertools.chain(project["dependencies"], *extras)]
@@ -155,7 +155,7 @@ def _uv(*arguments: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `smoke` or `matrix`; the exit status."""
+    """Run `smoke` or `matrix`. Returns the exit status."""
     if arguments[:1] == ["matrix"]:
         return matrix(arguments[1:])
     if list(arguments) == ["smoke"]:

@@ -1,7 +1,7 @@
 """Renders `docs/performance.md` from the results in `docs/performance/*.json`, which `weightsync bench --json` wrote.
 
 With ``--check`` nothing is written and the page is compared byte for byte.
-Exit status: 0 all is as it should be, 1 the page differs, 2 results or the page cannot be read.
+Exit status: 0 the page is up to date, 1 the page differs, 2 results or the page cannot be read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE = "docs/performance.md"
 RESULTS = "docs/performance"
 #: The floors that the summary shows.
 _SHOWN_FLOORS = (Floor.PING.value, Floor.MEMCPY.value, Floor.D2D.value)
-#: What may stand in no published result: paths and names of machines.
+#: Text that no published result may contain: paths and names of machines.
 _PRIVATE = re.compile(r"(^|\s)(/|~/)\w|\bfile:|@\w+\.")
 
 
@@ -81,7 +81,7 @@ def _overview(name: str, results: Results) -> Iterator[str]:
 
 
 def _table(name: str, cases: Sequence[Case]) -> Iterator[str]:
-    """One row a contender, one column a payload; the library's schemes with the default for ``verify=``."""
+    """A table with a row per contender and a column per payload. Our schemes have the default for ``verify=``."""
     fewest = min((case.workers, case.threads) for case in cases)
     columns = [case for case in cases if (case.workers, case.threads) == fewest]
     rows = dict.fromkeys(each.label for case in columns for each in case.measured if _in_overview(case, each.label))

@@ -1,9 +1,9 @@
-"""Renders the paths that `weightsync.testing` replays over transports, from the model's graph; `--check` compares.
+"""Renders the paths that `weightsync.testing` replays over transports, from the model's graph.
 
 The graph is that of `tests/protocol/graph`: the shipped pure halves over a model network, which has exactly the nodes
-and labelled edges of TLC's graph of `tla/AckProtocol.tla`. This computes its *role projections* (the steps of a sender,
-or of a receiver) and covers them by paths: in each configuration every edge of both roles, and in the smallest
-configuration every edge of the graph.
+and labelled edges of TLC's graph of `tla/AckProtocol.tla`. The *role projections* of the graph (the steps of a sender,
+or of a receiver) are covered by paths: in each configuration every edge of both roles, and in the smallest
+configuration every edge of the graph. With ``--check`` nothing is written and the file is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIGURATIONS: Final = {
     "duplicated": Bounds(1, 1, 2, 1, 1, frozenset({"refuse", "deadline"}), frozenset({"Reorders", "Duplicates"})),
     "lost": Bounds(1, 1, 1, 1, 1, frozenset({"deadline"}), frozenset({"Reorders", "Duplicates", "Loses"})),
 }
-#: The configuration of which every edge is walked, not only those of the role projections.
+#: The configuration whose every edge is covered, not only those of the role projections.
 WHOLE: Final = "one version"
 
 

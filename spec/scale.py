@@ -1,10 +1,10 @@
-"""What a fleet of many workers costs the trainer: measures it, and renders `docs/cluster.md` from what was measured.
+"""Measures what a fleet of many workers costs the trainer, and renders `docs/cluster.md` from the results.
 
     python spec/scale.py --measure NAME     # a few minutes: writes docs/scale/NAME.json
     python spec/scale.py                    # renders the page
     python spec/scale.py --check            # compares it byte for byte
 
-Exit status: 0 all is as it should be, 1 the page differs, 2 results or the page cannot be read.
+Exit status: 0 the page is up to date, 1 the page differs, 2 results or the page cannot be read.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from weightsync.bench.settings import MIB
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/cluster.md"
 RESULTS = "docs/scale"
-#: Workers that share one host, in what is calculated.
+#: The number of workers on one host, in the calculated table.
 _A_HOST = 8
-#: Fan-outs, in what is calculated.
+#: The fan-outs in the calculated table.
 _WIDTHS = (8, 2)
 _GB = 1e9
 
@@ -47,7 +47,7 @@ def read(root: Path = ROOT) -> dict[str, Any]:
 
 
 def measured(found: dict[str, Any]) -> str:
-    """What was measured, each machine by itself."""
+    """The measurements, for each machine separately."""
     return "\n".join(line for name, results in found.items() for line in _measured(name, results))
 
 
@@ -77,28 +77,28 @@ def _fleet_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def per_worker(results: dict[str, Any]) -> float:
-    """Seconds of the trainer's time for one more worker: between the smallest fleet and the largest."""
+    """The trainer's time in seconds for one more worker, on average between the smallest and the largest fleet."""
     first, last = results["fleet"][0], results["fleet"][-1]
     more: float = last["trainer_ms"] - first["trainer_ms"]
     return more / 1e3 / float(last["workers"] - first["workers"])
 
 
 def seconds(results: dict[str, Any], nbytes: float, links: int, copies: float, rate: float) -> float:
-    """How long a send takes, by calculation.
+    """The calculated time of a send, in seconds.
 
     Args:
-        results: has the constants.
+        results: the measurements, which give the constants.
         nbytes: the size of the payload.
-        links: how many workers the trainer itself talks to.
-        copies: how often the payload leaves the trainer's host.
-        rate: bytes a second of the trainer's network link.
+        links: the number of workers to which the trainer itself is connected.
+        copies: how many times the payload leaves the trainer's host.
+        rate: the rate of the trainer's network link, in bytes per second.
     """
     copied: float = nbytes / (results["memcpy_gb_s"] * _GB)
     return copied + copies * nbytes / rate + links * per_worker(results)
 
 
 def calculated(found: dict[str, Any]) -> str:
-    """The table of what to expect, with the constants of the first machine."""
+    """The table of calculated times, with the constants of the first machine."""
     name, results = next(iter(found.items()))
     lines = [f"Constants of `{name}`: {results['memcpy_gb_s']} GB/s, {1e3 * per_worker(results):.2f} ms a worker.\n"]
     rows = []

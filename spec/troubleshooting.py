@@ -1,7 +1,7 @@
 """Renders the list of errors in `docs/troubleshooting.md` from the docstrings of all public error classes.
 
 With ``--check`` nothing is written and the page is compared byte for byte.
-Exit status: 0 all is as it should be, 1 the page differs, 2 the page or an error's docstring cannot be read.
+Exit status: 0 the page is up to date, 1 the page differs, 2 the page or an error's docstring cannot be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_COMMANDS = (toolchain, lines, tlc, settings)
 
 
 def classes() -> list[type[errors.WeightSyncError]]:
-    """The errors that have a meaning of their own: those of `weightsync.errors` in its order, and the commands'."""
+    """The documented errors: those of `weightsync.errors` in its order, and those of the commands."""
     found = []
     for module in (errors, *_OF_COMMANDS):
         own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__)
@@ -40,7 +40,7 @@ def classes() -> list[type[errors.WeightSyncError]]:
 
 
 def section(kind: type[errors.WeightSyncError]) -> Iterator[str]:
-    """What an error means, what to do, and what it carries.
+    """The section on an error: its meaning, what to do, and its attributes.
 
     Raises:
         SpecError: its docstring does not say what to do.

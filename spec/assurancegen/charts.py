@@ -24,7 +24,7 @@ class _Drawing:
     receivers: dict[tuple[int, int], str] = field(default_factory=dict)
     #: (machine, its link number) to (incarnation, link number of the sender).
     links: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    #: Messages that were sent and not read yet: the machine that sent it, its link, and the message.
+    #: Messages sent but not read yet: the sending machine, its link, and the message.
     flying: list[tuple[str, int, Mapping[str, Any]]] = field(default_factory=list)
 
 

@@ -19,7 +19,7 @@ _BESIDE = ("Backlog", "Shared", "Delta", "Parts", "Fanout", "Kernels", "Loader")
 
 
 def table(root: Path, manifest: Manifest) -> Iterator[str]:
-    """One row per rung: what it is, what it catches, how large it is."""
+    """The table of the rungs: for each its name, what it catches, and its size."""
     yield "| rung | what it catches | size |"
     yield "|---|---|---|"
     for name, catches, size in _rungs(root, manifest):
@@ -78,7 +78,7 @@ def _tally(manifest: Manifest, modules: Container[str]) -> tuple[Counter[Purpose
 
 
 def _proofs(kinds: Counter[Purpose], states: int) -> str:
-    """A cell of the table: what TLC has shown of some modules."""
+    """A cell of the table: the proofs, canaries and removed rules of some modules."""
     return (
         f"{kinds[Purpose.PROOF]} proofs, {states:,} distinct states; {kinds[Purpose.CANARY]} canaries, "
         f"{kinds[Purpose.REVERT]} rules removed"

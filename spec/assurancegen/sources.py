@@ -169,17 +169,17 @@ RECORDED = Path("tests/protocol/traces/recorded.json")
 
 
 class Recorded:
-    """What was recorded, and conforms: the plugin fails a session of which a line does not."""
+    """The counts of recorded runs. All of them conform, since the plugin fails a session with a line that does not."""
 
     def __init__(self, root: Path) -> None:
         self._counts: dict[str, tuple[int, int]] = json.loads((root / RECORDED).read_text(encoding="utf-8"))
 
     def of(self, tests: Iterable[str]) -> str:
-        """What was recorded of tests, in words."""
+        """The recorded runs and events of these tests, in words."""
         return self._words([self._counts[test] for test in tests if test in self._counts])
 
     def all(self) -> str:
-        """What was recorded of all tests, in words."""
+        """The recorded runs and events of all tests, in words."""
         return f"{self._words(list(self._counts.values()))} of {len(self._counts):,} tests"
 
     @staticmethod

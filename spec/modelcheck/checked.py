@@ -1,4 +1,4 @@
-"""What TLC checks in each configuration, as the configuration itself says, and the counts pinned for it."""
+"""The properties that TLC checks in each configuration, and the counts pinned for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weightsync.model.output import Counts
 
 #: The modules whose configurations check the properties of AckProtocol.tla over its own actions.
 OF_THE_PROTOCOL = ("MC", "MCHunt", "MCGivenUp", "MCInductive")
-#: Have no protocol in them: the steps of the promise, what waits in a sender, kernels, a worker group's results and
-#: steps, a loader, deltas, a fan-out, and the exchange of challenges.
+#: Modules without the protocol: the steps of the promise, a sender's backlog, kernels, a worker group's results and
+#: steps, a loader, deltas, parts, a fan-out, and the exchange of challenges.
 _WITHOUT_IT = ("MCPromise", "Backlog", "Kernels", "Group", "Loader", "Delta", "Parts", "Fanout", "Challenge")
-#: What configurations of the families of transports do not set themselves: their modules do.
+#: Constants that configurations of the transport families leave out, since their modules set them.
 _OF_A_FAMILY: dict[str, Value] = {**dict.fromkeys(LINKS, False), "Without": [], "Unfair": []}
 _COUNT_LINE = re.compile(rf"(?:{'|'.join(COUNTS)}) *=")
 
@@ -47,7 +47,7 @@ class Checked:
         return self.configuration.pinned.distinct if self.configuration.pinned else 0
 
     def allows(self, features: Iterable[str]) -> bool:
-        """Whether one of these features may happen in it; true if none is named."""
+        """Whether the configuration has one of these features, or none is named."""
         wanted = set(features)
         return not wanted or bool(wanted & self.bounds.features)
 
@@ -57,10 +57,10 @@ def proofs(manifest: Manifest, modules: Iterable[str] | None = None) -> tuple[Ch
 
     Args:
         manifest: names the configurations.
-        modules: only the proofs of these root modules; None: all that contain the protocol.
+        modules: only the proofs of these root modules. None: of all modules that contain the protocol.
 
     Raises:
-        ConfigurationError: a constant that the protocol needs is missing, or is no plain value.
+        ConfigurationError: a constant of the protocol is missing, or is not a plain value.
     """
     wanted = None if modules is None else set(modules)
     found = (each for each in manifest.configurations if each.purpose is Purpose.PROOF)

@@ -77,7 +77,7 @@ class KeptTlc:
         return Outcome(answer.ending, answer.code, findings, seconds, tuple(reader.loose), tuple(reader.met))
 
     def close(self) -> None:
-        """End the JVM, and what it runs."""
+        """End the JVM, and the current run with it."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -107,7 +107,7 @@ class KeptTlc:
                     _end(self._process)
                 library = jvm_library(self._toolchain.java)
                 words = [sys.executable, "-P", str(_SCRIPT), str(self._toolchain.jar.resolve()), str(library)]
-                # In a folder without modules: TLC searches its working directory before the path that it is given.
+                # Start it in a folder without modules, since TLC searches its working directory before the given path.
                 folder = Path(self._folder.name)
                 self._process = launched([*words, str(folder), _MARK], subprocess.PIPE, folder)
             return self._process
@@ -118,7 +118,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     kill(process)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what it was asked and has not read
+            with contextlib.suppress(BrokenPipeError):  # a request that it has not read
                 pipe.close()
 
 

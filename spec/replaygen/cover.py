@@ -11,7 +11,7 @@ LONGEST: Final = 60
 
 
 def cover(graph: Graph, whole: bool) -> list[list[Step]]:
-    """Paths from the start that cover every edge. Those that require least of a transport come first, separately."""
+    """Paths from the start that cover every edge. Paths that need no scenario come first, then those that need one."""
     done: set[Any] = set()
     paths: list[list[Step]] = []
     for allowed in (set(), *({need} for need in NEEDS), set(NEEDS)):

@@ -22,7 +22,7 @@ from weightsync.protocol._tables import State
 
 __all__ = ["NEEDS", "Graph", "Label", "Spot", "Step", "graph_of", "machines"]
 
-#: Scenarios of the conformance kit. A step may need what such a scenario needs, beyond carrying messages.
+#: Scenarios of the conformance kit. A step may need a transport that supports one of them.
 CUT: Final = "a cut with an update outstanding"
 SENDER_LOST: Final = "the sender is lost"
 SENDER_BYE: Final = "the sender says bye"
@@ -35,7 +35,7 @@ NEEDS: Final = (CUT, SENDER_LOST, SENDER_BYE, LAST_WORDS, WORKER_LOST, WORKER_GO
 
 Pair = tuple[int, int]
 Label = tuple[Any, ...]
-#: The actions of each role; the others are the network's.
+#: The actions of each role. All others are the network's.
 SENDERS: Final = frozenset(
     {
         Action.DIE, Action.CONNECT, Action.JOIN, Action.REMOVE, Action.SEND_ALL, Action.SEND_TO, Action.SEND_ASYNC_ALL,
@@ -58,23 +58,23 @@ _LAST_WORDS: Final = frozenset({Action.CLOSE_RECEIVER, Action.FAIL_RECEIVER, Act
 
 @dataclass(frozen=True)
 class Spot:
-    """A node of the graph, with what depends on the path: how each worker's end closed, and how many calls wait."""
+    """A node of the graph, with its history: how each worker's end closed, and how many calls wait."""
 
     world: World
-    #: For each link whose worker's end is closed: what is needed to notice it.
+    #: For each link whose worker's end is closed, the scenario that is needed to notice it.
     gone: frozenset[tuple[Pair, str]] = frozenset()
-    #: For each link: how many messages to the worker have no answer yet.
+    #: For each link, the number of messages to the worker without an answer.
     waiting: frozenset[tuple[Pair, int]] = frozenset()
 
 
 @dataclass(frozen=True)
 class Step:
-    """An edge."""
+    """An edge of the graph."""
 
     label: Label
     needs: str
     to: Spot
-    #: (role, projection before, label without the machine's own number, projection after); None: the network's own.
+    #: (role, projection before, label without the machine's number, projection after). None: a step of the network.
     role: tuple[str, Any, Label, Any] | None
 
 
@@ -87,7 +87,7 @@ class Graph:
 
 
 def graph_of(bounds: Bounds) -> Graph:
-    """Breadth-first search."""
+    """The graph of a configuration, by breadth-first search."""
     forget()
     graph = Graph(Spot(start(bounds)))
     todo = deque([graph.first])
@@ -130,7 +130,7 @@ def _step(spot: Spot, label: Label, after: World) -> Step:
 
 
 def _closed(label: Label, spot: Spot, pair: Pair) -> str:
-    """What is needed to notice that the worker's end of a link has just closed."""
+    """The scenario that is needed to notice that the worker's end of a link has just closed."""
     if label[0] == Action.CRASH_RECEIVER:
         return WORKER_LOST if dict(spot.waiting).get(pair) else WORKER_GONE
     if label[0] == Action.LINK_DOWN:
@@ -149,7 +149,7 @@ def _needs(label: Label, before: World, gone: dict[Pair, str]) -> str:
             if before.trainer(s).life == "dead":
                 return SENDER_LOST
             owing = before.worker(w).state is State.AWAITING_ACK and link_of(before, before.worker(w)) == (s, k)
-            return LAST_WORDS if owing else SENDER_BYE  # a worker that owes an answer reads no goodbye
+            return LAST_WORDS if owing else SENDER_BYE  # a worker that owes an answer does not read a goodbye
         case (Action.NOTICE, s, w):
             why = gone[s, w]
             return WORKER_GONE if why in (WORKER_BYE, IDLE_BYE) else why
@@ -178,7 +178,7 @@ def _role(label: Label, before: World, after: World) -> tuple[str, Any, Label, A
 
 @cache
 def machines(world: World) -> tuple[list[Any], list[Any]]:
-    """The projection of each sender (None: it is not alive) and of each receiver, without ghost variables."""
+    """The projections of all senders (None: not alive) and of all receivers, without ghost variables."""
     node = projected(world)
     alive = zip(node.sstate, node.sdata, node.slife, strict=True)
     senders = [_sender(state, data) if life == "alive" else None for state, data, life in alive]

@@ -28,7 +28,7 @@ _GB = 1e9
 
 
 def measure() -> dict[str, Any]:
-    """All measurements, as JSON has them."""
+    """Make all measurements, and return them in the form of the JSON file."""
     with environment({"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "lo"}):
         start_forkserver(["weightsync.bench.call_schemes"])
         return {
@@ -42,7 +42,7 @@ def measure() -> dict[str, Any]:
 
 
 class _Pure:
-    """A sender without links: state and data."""
+    """The pure half of a sender, without links: its state and data."""
 
     def __init__(self, workers: int) -> None:
         self.state, self.data, self.workers = State.UNINITIALIZED, sender.SenderData(), workers
@@ -55,7 +55,7 @@ class _Pure:
         self.state, self.data = step.to, step.data
 
     def answer(self) -> None:
-        """The ack of every worker for the newest version."""
+        """Take the ack of every worker for the newest version."""
         for ack in self.acks:
             self.take(ack)
 
@@ -66,7 +66,7 @@ class _Pure:
 
 
 def _step(workers: int) -> dict[str, Any]:
-    """What one answer costs the pure half of the sender."""
+    """The time and the Python calls that one answer takes in the sender's pure half."""
     fleet, times = _Pure(workers), []
     for _ in range(5):
         fleet.send()
@@ -88,7 +88,7 @@ def _scheme(name: SchemeName, payload: Payload, workers: int) -> Iterator[tuple[
 
 
 def _fleet(workers: int) -> dict[str, Any]:
-    """A small model, over shared memory: the trainer's own time, its calls, and a whole send."""
+    """The time of a send of a small model over shared memory, and the trainer's CPU time and Python calls for it."""
     with _scheme(SchemeName.SHARED, Payload("256 KiB", 2**18, 10), workers) as (scheme, source):
         for _ in range(3):
             scheme.send()
@@ -141,7 +141,7 @@ def _memory(name: SchemeName, nbytes: int = 128 * MIB, workers: int = 2) -> dict
 
 
 def _anonymous(pid: int | None) -> int:
-    """The bytes of memory that are a process's own."""
+    """The bytes of a process's private memory."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

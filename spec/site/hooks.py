@@ -1,7 +1,7 @@
-"""What the docs site does beside mkdocs: the project's own pages, the API reference, and links into the repository.
+"""Hooks of the docs site for mkdocs: the project's own pages, the API reference, and links into the repository.
 
-The pages beside `docs/` (README, CONTRIBUTING, ...) become pages of the site. A link to a file that is no page, a
-test or a module, is shown as its path, since the site does not know where the repository is published.
+The pages outside `docs/` (README, CONTRIBUTING, ...) become pages of the site. A link to any other file, such as a test
+or a module, is shown as its path, since the site does not know where the repository is published.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _MODULES = {
     "telemetry": ("weightsync.telemetry.otel", "weightsync.telemetry.prometheus"),
     "testing": ("weightsync.testing",),
 }
-#: Pages that README names: a relative link would lead nowhere on a package index, which shows README alone.
+#: Pages that README names without links, since a package index shows README alone, where relative links would break.
 _NAMED = re.compile(r"`((?:docs|spec|tla)/[\w/.-]+\.md|[A-Z]+\.md)`")
 _LINK = re.compile(r"(\[[^\]]*\])\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
@@ -151,7 +151,7 @@ def _linked(text: str, source: str) -> str:
 
 
 def _place(path: str) -> str | None:
-    """Where a file of the repository is on the site; None: nowhere."""
+    """The place of a repository file on the site. None: it is not on the site."""
     if path in PROJECT:
         return PROJECT[path]
     return path.removeprefix("docs/") if path.startswith("docs/") and path.endswith(".md") else None

@@ -45,27 +45,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class Score:
-    """Mutants, counted.
+    """The counts of mutants by result.
 
     Attributes:
-        entries: what is known of each.
+        entries: the results of the mutants.
     """
 
     entries: Sequence[Entry]
 
     @cached_property
     def fates(self) -> Counter[Fate]:
-        """How many mutants have each result; those that ran on several processes come back in any order."""
+        """The number of mutants with each result, in the order of `Fate`."""
         return Counter(sorted((entry.fate for entry in self.entries), key=list(Fate).index))
 
     @property
     def killed(self) -> int:
-        """How many were killed."""
+        """The number of mutants that were killed."""
         return sum(count for fate, count in self.fates.items() if fate.killed)
 
     @property
     def valid(self) -> int:
-        """How many TLC could evaluate."""
+        """The number of mutants that TLC could evaluate."""
         return len(self.entries) - self.fates[Fate.INVALID]
 
     @property
@@ -84,7 +84,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The whole file.
+    """The contents of the ledger's file.
 
     Attributes:
         path: the path of the file.

@@ -1,7 +1,7 @@
-"""How a definition is changed: each operator yields, for one node, what may stand in its place.
+"""The mutation operators: each yields the replacements of one node of a definition.
 
-An operator says what a mistake would look like: a guard forgotten or turned round, a field that stays as it was, a
-constant mistaken for another, a message kept or dropped, a set too wide or too narrow, a count off by one.
+An operator imitates a kind of mistake: a missing or negated guard, a field that is not updated, a wrong constant, a
+message kept or dropped, a set too wide or too narrow, a count off by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from modelcheck.mutants.syntax import Kind, Node, Path, name
 
 _TRUE = name("TRUE")
 _SAME = name("@")
-#: Words of one family: one taken for the next is a mistake that still makes sense.
+#: Families of words. Replacing a word by the next one of its family gives a plausible mistake.
 _FAMILIES = (
     ("NONE", "EXPECTED", "UP", "LOST"),
     ("PENDING", "APPLIED", "REFUSED", "ABANDONED"),
@@ -26,26 +26,26 @@ _FAMILIES = (
     ("ANSWERED", "LINK_DOWN"), ("BROKEN", "ARRIVED"),
 )  # fmt: skip
 _SWAPPED = {"=": "#", "#": "=", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "\\in": "\\notin", "\\notin": "\\in"}
-#: What asks whether there is a row: the guard that it makes is dropped and turned round as a whole.
+#: The operators that test whether there is a row. Such a guard is only dropped or negated as a whole.
 _ASKED = ("SenderMay", "ReceiverMay")
-#: What is mentioned only where a rule is taken out.
+#: Names that occur only where a rule can be removed.
 _FOR_REVERTS = {"IfNot", "Rule"}
-#: What an Entry or a Word is handed that has no nothing: who it is about, and words.
+#: Arguments of an Entry or a Word that have no empty value.
 _NOT_NOTHING = ("s", "w", "k", "kind", "answer")
 _NUMBERS = {"0": "1", "1": "0"}
-#: Sets that an operator makes smaller or larger: the operator alone, or its operands.
+#: For each operator on sets and numbers, the operands that may replace the whole expression.
 _SIDES = {"\\cup": (0, 1), "\\": (0,), "\\cap": (0, 1), "+": (0,), "-": (0,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node and what stands around it.
+    """A node and its surroundings.
 
     Attributes:
         node: the node.
         path: its place in the definition.
-        above: the nodes on the way down to it, from the top.
-        primed: which variables a definition assigns.
+        above: its ancestors, from the top.
+        primed: the variables that each definition assigns.
     """
 
     node: Node
@@ -55,7 +55,7 @@ class Site:
 
     @property
     def parent(self) -> Node | None:
-        """The node that it is a part of."""
+        """The parent of the node."""
         return self.above[-1] if self.above else None
 
     def assigns(self) -> frozenset[str]:
@@ -64,7 +64,7 @@ class Site:
 
 
 def assigned(node: Node, primed: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Return the variables that a formula assigns, by itself or by what it mentions."""
+    """Return the variables that a formula assigns, directly or in a definition that it uses."""
     found: set[str] = set()
     for _, part in node.walk():
         if part.kind is Kind.PRIME:
@@ -77,7 +77,7 @@ def assigned(node: Node, primed: Mapping[str, frozenset[str]]) -> frozenset[str]
 
 
 def keep(site: Site) -> Iterator[Node]:
-    """An update is forgotten: its variables stay as they were."""
+    """Omit an update: its variables stay unchanged."""
     variables = sorted(site.assigns())
     unchanged = site.node.kind is Kind.PREFIX and site.node.text == "UNCHANGED"
     if not _conjunct(site) or not variables or unchanged or _composed(site.node) or _fairness(site):
@@ -86,33 +86,33 @@ def keep(site: Site) -> Iterator[Node]:
 
 
 def drop(site: Site) -> Iterator[Node]:
-    """A guard is forgotten."""
+    """Omit a guard."""
     if _conjunct(site) and _guards(site):
         yield _TRUE
 
 
 def negate(site: Site) -> Iterator[Node]:
-    """A guard is turned round."""
+    """Negate a guard."""
     if _conjunct(site) and _guards(site):
         yield Node(Kind.PREFIX, "~", (site.node,))
 
 
 def compare(site: Site) -> Iterator[Node]:
-    """A comparison is turned round, or is off by one."""
+    """Negate a comparison, or make it off by one."""
     node = site.node
     if node.kind is Kind.INFIX and node.text in _SWAPPED and not site.assigns() and not _conjunct(site):
         yield Node(Kind.INFIX, _SWAPPED[node.text], node.parts)
 
 
 def stay(site: Site) -> Iterator[Node]:
-    """One of several fields stays as it was."""
+    """Leave one of several updated fields unchanged."""
     new_value = site.parent is not None and site.parent.kind is Kind.UPDATE and site.path[-1] == 1
     if new_value and site.node != _SAME and len(site.above[-2].parts) > 2:
         yield _SAME
 
 
 def alternative(site: Site) -> Iterator[Node]:
-    """One of two alternatives is forgotten."""
+    """Omit one of the branches of an IF or a CASE."""
     if site.node.kind is Kind.IF and "Rule" not in site.node.parts[0].names():
         yield from site.node.parts[1:]
     elif site.node.kind is Kind.CASE and len(site.node.parts) > 2:
@@ -122,7 +122,7 @@ def alternative(site: Site) -> Iterator[Node]:
 
 
 def either(site: Site) -> Iterator[Node]:
-    """One of several alternatives of a condition is forgotten."""
+    """Omit one of several alternatives of a condition."""
     if site.node.kind is Kind.OR and not any(names_rule(part) for part in site.node.parts):
         for place, part in enumerate(site.node.parts):
             if part.names() & _FOR_REVERTS:
@@ -132,7 +132,7 @@ def either(site: Site) -> Iterator[Node]:
 
 
 def narrow(site: Site) -> Iterator[Node]:
-    """A part of a condition inside an expression is forgotten."""
+    """Omit a part of a condition inside an expression."""
     parent = site.parent
     inside = parent is not None and parent.kind is Kind.AND and not _binds(site.node)
     if inside and not site.assigns() and not _conjunct(site):
@@ -140,20 +140,20 @@ def narrow(site: Site) -> Iterator[Node]:
 
 
 def side(site: Site) -> Iterator[Node]:
-    """A set or number lacks what is added to it, or has what is taken from it."""
+    """Replace an operation on sets or numbers by one of its operands."""
     if site.node.kind is Kind.INFIX:
         for place in _SIDES.get(site.node.text, ()):
             yield site.node.parts[place]
 
 
 def larger(site: Site) -> Iterator[Node]:
-    """The larger of two is one of them."""
+    """Replace a maximum by one of its arguments."""
     if site.node.kind is Kind.CALL and site.node.text == "Max":
         yield from site.node.parts
 
 
 def sieve(site: Site) -> Iterator[Node]:
-    """A set is not sifted."""
+    """Omit the filter of a set."""
     if site.node.kind is Kind.FILTER:
         yield site.node.parts[0].parts[0]
 
@@ -171,13 +171,13 @@ def network(site: Site) -> Iterator[Node]:
 
 
 def number(site: Site) -> Iterator[Node]:
-    """A number is off by one."""
+    """Make a number off by one."""
     if site.node.kind is Kind.NUMBER and site.node.text in _NUMBERS and not _index(site):
         yield Node(Kind.NUMBER, _NUMBERS[site.node.text])
 
 
 def word(site: Site) -> Iterator[Node]:
-    """A word is mistaken for another of its kind."""
+    """Replace a word by another of its family."""
     if site.node.kind is not Kind.STRING or (site.parent is not None and site.parent.text in _ASKED):
         return
     plain = site.node.text.strip('"')
@@ -188,19 +188,19 @@ def word(site: Site) -> Iterator[Node]:
 
 
 def truth(site: Site) -> Iterator[Node]:
-    """TRUE is FALSE, or the other way round."""
+    """Swap TRUE and FALSE."""
     if site.node in (_TRUE, name("FALSE")) and not _conjunct(site):
         yield name("FALSE" if site.node == _TRUE else "TRUE")
 
 
 def unfair(site: Site) -> Iterator[Node]:
-    """A fairness condition is forgotten."""
+    """Omit a fairness condition."""
     if site.node.kind is Kind.CALL and site.node.text.startswith(("WF_", "SF_")):
         yield _TRUE
 
 
 def forget(site: Site) -> Iterator[Node]:
-    """A field is handed on as nothing."""
+    """Replace an argument of an Entry or a Word by its empty value."""
     parent = site.parent
     handed = parent is not None and parent.kind is Kind.CALL and parent.text in ("Entry", "Word")
     if handed and site.node.kind in (Kind.FIELD, Kind.NAME) and site.node.text not in _NOT_NOTHING:
@@ -208,7 +208,7 @@ def forget(site: Site) -> Iterator[Node]:
 
 
 def _conjunct(site: Site) -> bool:
-    """Whether the node is a conjunct of an action: joined to what assigns something."""
+    """Whether the node is a conjunct of an action, which assigns some variable."""
     if not site.above:
         return False
     shells = (Kind.AND, Kind.LET, Kind.QUANTIFIED, Kind.IF, Kind.CASE, Kind.ARM, Kind.OTHER)
@@ -233,7 +233,7 @@ def _guards(site: Site) -> bool:
 
 
 def _binds(node: Node) -> bool:
-    """Whether a guard only says which message an argument of the action names: m.k = k."""
+    """Whether a guard only selects the message that an argument of the action names: m.k = k."""
     return (
         node.kind is Kind.INFIX
         and node.text == "="
@@ -244,12 +244,12 @@ def _binds(node: Node) -> bool:
 
 
 def names_rule(node: Node) -> bool:
-    """Whether a node is nothing but the name of a rule, or its denial."""
+    """Whether a node is only a rule's name or its negation."""
     return "Rule" in node.names() and node.names() <= {"Rule"}
 
 
 def settled(node: Node) -> bool | None:
-    """Return what a condition is as long as no rule is taken out, if that is sure."""
+    """Return the value of a condition while no rule is removed, or None if that is not certain."""
     if names_rule(node):
         return node.kind is not Kind.PREFIX
     if node.kind in (Kind.OR, Kind.AND):
@@ -270,7 +270,7 @@ def _fairness(site: Site) -> bool:
 
 
 def _index(site: Site) -> bool:
-    """Whether the number is a place in a tuple, which has no neighbour that makes sense."""
+    """Whether the number is an index of a tuple, for which another number makes no sense."""
     return site.parent is not None and site.parent.kind is Kind.INDEX
 
 

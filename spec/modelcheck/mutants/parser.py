@@ -1,6 +1,6 @@
-"""Reads definitions of a model into trees, by tree-sitter and its grammar of TLA+.
+"""Parses definitions of a model into trees, with tree-sitter and its grammar of TLA+.
 
-What has no kind in `syntax` is refused.
+Constructs that have no kind in `syntax` are refused.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from modelcheck.mutants.syntax import Kind, Node, name
 from weightsync.errors import ConfigurationError
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # the grammar hands over its address as a number
+    warnings.simplefilter("ignore", DeprecationWarning)  # the grammar passes its address as an int
     _PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_tlaplus.language()))
 
-#: What stands between the parts of a node and says nothing that its type does not say.
+#: Types of the marks between the parts of a node, which add nothing to the node's type.
 _MARKS = frozenset(
     {
         "all_map_to", "bullet_conj", "bullet_disj", "case_arrow", "case_box", "def_eq", "langle_bracket", "maps_to",
@@ -28,10 +28,10 @@ _MARKS = frozenset(
 
 
 def parse(body: str) -> Node:
-    """Read a definition's body, comments blanked, its first line starting in the column where it stands.
+    """Parse a definition's body. Its comments must be blanked, and its first line indented as in the module.
 
     Raises:
-        ConfigurationError: if it is no TLA+, or none that has a kind here; the place is named.
+        ConfigurationError: if it is not TLA+, or has a construct without a kind. The message names the place.
     """
     root = _PARSER.parse(f"---- MODULE M ----\nX ==\n{body}\n====\n".encode()).root_node
     for wrong in _errors(root):
@@ -79,12 +79,12 @@ def _leaf(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
 
 
 def _plain(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
-    """An expression that consists of its operands only."""
+    """A reader of expressions that consist only of their operands."""
     return lambda node: Node(kind, "", _parts(_operands(node)))
 
 
 def _headed(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
-    """What begins with a name or a quantifier."""
+    """A reader of expressions that begin with a name or a quantifier."""
 
     def read(node: tree_sitter.Node) -> Node:
         head, *rest = _operands(node)
@@ -118,7 +118,7 @@ def _postfix(node: tree_sitter.Node) -> Node:
 
 
 def _bullets(kind: Kind) -> Callable[[tree_sitter.Node], Node]:
-    """A list of one is what stands in it, and a list of the same kind in it is a part of it."""
+    """A reader of bulleted lists. A list of one item becomes the item, and nested lists of the same kind are joined."""
 
     def read(node: tree_sitter.Node) -> Node:
         items = _parts(_operands(node))

@@ -108,7 +108,7 @@ class Session:
         self._manifest = manifest
         self._ledger = ledger
         self._source = source_of(manifest, ledger)
-        #: Of each definition, where how many of its mutants died: the next is hunted there first.
+        #: For each definition, the number of its mutants killed in each configuration: the deadliest is tried first.
         self._kills = ledger.kills()
 
     def measure(self) -> tuple[Baseline, ...]:
@@ -146,7 +146,7 @@ class Session:
             baselines: the results of the unchanged model.
             wanted: the mutants. The ledger's result is confirmed; a mutant that cannot be confirmed is hunted.
             afresh: the mutants that are hunted whatever the ledger says.
-            report: is called with each result, in the caller's thread.
+            report: called with each result, in the caller's thread.
 
         Raises:
             ConfigurationError: confirmed results are not reliable.
@@ -185,7 +185,7 @@ def _side_by_side(
     given: Iterable[_Given],
     report: Callable[[_Made], None],
 ) -> tuple[_Made, ...]:
-    """Run a task for each item; if this ends early, `ends` is called first, to end the JVMs."""
+    """Run a task for each item, in parallel. If this ends early, call `ends`, to end the JVMs."""
     pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()), thread_name_prefix="mutants")
     futures = [pool.submit(task, each) for each in given]
     try:

@@ -1,4 +1,4 @@
-"""The definitions that specify a model's behaviour, as trees; and the module's text with one of them changed."""
+"""The definitions that specify a model's behaviour, as trees, and the text of the module with one of them changed."""
 
 from __future__ import annotations
 

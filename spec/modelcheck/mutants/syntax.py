@@ -1,6 +1,6 @@
-"""What a model's definitions are made of: a tree that can be changed, and written as text again.
+"""The syntax trees of a model's definitions, which can be changed and written as text again.
 
-Trees are written without layout, every operand in brackets: no column matters in what is written.
+Trees are written without layout and with every operand in brackets, so that columns do not matter.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-#: Where a node lies in a tree: the place of each child on the way down.
+#: The path to a node in a tree: the index of the child at each level.
 Path = tuple[int, ...]
 
 
 class Kind(Enum):
-    """What a node is."""
+    """The kinds of nodes."""
 
     NAME = "name"
     NUMBER = "number"
@@ -56,8 +56,8 @@ class Node:
 
     Attributes:
         kind: the kind of node.
-        text: its name, operator or value, where it has one.
-        parts: what it is made of, in the order of the text.
+        text: its name, operator or value, if it has one.
+        parts: its children, in the order of the text.
     """
 
     kind: Kind
@@ -65,11 +65,11 @@ class Node:
     parts: tuple[Node, ...] = ()
 
     def at(self, path: Path) -> Node:
-        """Return the node at a place."""
+        """Return the node at a path."""
         return self.parts[path[0]].at(path[1:]) if path else self
 
     def put(self, path: Path, node: Node) -> Node:
-        """Return the tree with another node at a place."""
+        """Return the tree with the node at a path replaced."""
         if not path:
             return node
         parts = list(self.parts)
@@ -77,13 +77,13 @@ class Node:
         return replace(self, parts=tuple(parts))
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-        """Yield every node with its place, from the top, in the order of the text."""
+        """Yield every node with its path, from the top, in the order of the text."""
         yield path, self
         for place, part in enumerate(self.parts):
             yield from part.walk((*path, place))
 
     def names(self) -> frozenset[str]:
-        """Return the names that it mentions."""
+        """Return the names in the tree."""
         return frozenset(node.text for _, node in self.walk() if node.kind in (Kind.NAME, Kind.CALL))
 
     def __str__(self) -> str:
@@ -91,12 +91,12 @@ class Node:
 
 
 def name(text: str) -> Node:
-    """Return a name."""
+    """Return the node of a name."""
     return Node(Kind.NAME, text)
 
 
 def _tight(node: Node) -> str:
-    """Write an operand: bare where nothing can come apart, else in brackets."""
+    """Write an operand, in brackets unless its kind is unambiguous without."""
     return str(node) if node.kind in _CLOSED else f"({node})"
 
 

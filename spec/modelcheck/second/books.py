@@ -1,4 +1,4 @@
-"""A second reading of what the guarantees rest on: consistent records, and no message lost or invented."""
+"""A second reading of properties on which the guarantees rest: consistent records, and true, complete messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _link(m: Message | Word) -> tuple[int, int, int]:
 
 
 def sender_books(bounds: Bounds, node: Node) -> bool:
-    """What a sender records of itself and of each worker is consistent."""
+    """A sender's records of itself and of each worker are consistent."""
     for s in bounds.all_senders:
         sender, state = node.sender(s), node.sstate[s - 1]
         reported = node.slife[s - 1] == "dead" or sender.out.version == sender.version
@@ -57,7 +57,7 @@ def _entry_fits(node: Node, s: int, w: int) -> bool:
 
 
 def receiver_books(bounds: Bounds, node: Node) -> bool:
-    """What a receiver records is consistent: the fence is the highest incarnation met, and it serves what it acked."""
+    """A receiver's records are consistent: its fence is the highest incarnation met, and it serves what it acked."""
     overwritten = {NO_PAYLOAD} if "invalidate" in bounds.features else set()
     return all(_receiver_fits(r, state, overwritten) for r, state in zip(node.rdata, node.rstate, strict=True))
 
@@ -88,12 +88,12 @@ def open_links_lead_somewhere(bounds: Bounds, node: Node) -> bool:
 
 
 def answers_say_what_happened(bounds: Bounds, step: Step) -> bool:
-    """An answer says what its worker did in the step that sent it, and is sent over an open link."""
+    """An answer agrees with what its worker did in the step that sent it, and is sent over an open link."""
     sent = (m for m in step.new.answers - step.old.answers if m.inc == step.old.sender(m.s).incarnation)
     return all(step.old.is_open(*_link(m)) and _true_fence(step, m) and _true_word(step, m) for m in sent)
 
 
-#: What is known of an answer before and after an ack leaves: it was given, or deferred until now.
+#: The worker's answer before and after an ack is sent: decided already, or deferred until now.
 _ACKED = {("ACK", "ACK"), ("DEFERRED", "ACK")}
 
 
@@ -127,7 +127,7 @@ def _true_word(step: Step, m: Word) -> bool:
 
 
 def nothing_is_left_unsaid(bounds: Bounds, step: Step) -> bool:
-    """A worker reports what happens over the link that it concerns, while that is open; a link closes at both ends."""
+    """A worker reports each event over the link that it concerns, if that is open. A link closes at both ends."""
     return all(_said(step, w) for w in bounds.all_workers)
 
 
@@ -156,7 +156,7 @@ def _said(step: Step, w: int) -> bool:
 
 
 def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
-    """The sender of a link in force learns why it ends, unless the worker's process died or the link broke."""
+    """The messages owed when the current link ends, unless the worker's process died or the link broke."""
     old, new = step.old.receiver(w), step.new.receiver(w)
     if new == NEW_RECEIVER:
         return []
@@ -173,7 +173,7 @@ def _parted(step: Step, w: int, words: set[str]) -> list[bool]:
 def _accepted(step: Step, w: int) -> bool:
     """A handshake was accepted: the fence is that sender's incarnation, nothing is pending, and a Hello answers it.
 
-    A version that was applied and is no longer served is forgotten: it is not acked over this link.
+    A version that was applied but is no longer served is forgotten, so it is not acked over this link.
     """
     old, new = step.old.receiver(w), step.new.receiver(w)
     s, k = new.link
@@ -184,7 +184,7 @@ def _accepted(step: Step, w: int) -> bool:
 
 
 def fences_are_heeded(bounds: Bounds, step: Step) -> bool:
-    """A sender that connects has an incarnation above every fence that a closed sender has heard of."""
+    """A sender that connects has an incarnation above every fence that a closed sender was told."""
     reported = [step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED]
     taken = [
         step.new.sender(s).incarnation
@@ -195,7 +195,7 @@ def fences_are_heeded(bounds: Bounds, step: Step) -> bool:
 
 
 def only_the_living_act(bounds: Bounds, step: Step) -> bool:
-    """A sender that is not born or has died does nothing, and only what it had sent is still in flight."""
+    """A sender that is unborn or dead does nothing, sends nothing, and has no answers to it in flight."""
     old, new, _ = step
     for s in bounds.all_senders:
         before, after = old.slife[s - 1], new.slife[s - 1]

@@ -19,15 +19,15 @@ class Bounds:
     """The constants of AckProtocol.tla.
 
     Attributes:
-        senders: sender 1 is there from the start, the others are copies or successors.
-        workers: their receivers.
-        max_version: dispatches of each sender.
-        max_link: links that a sender creates for one worker.
+        senders: the number of senders. Sender 1 exists from the start, the others are copies or successors.
+        workers: the number of workers.
+        max_version: the greatest number of dispatches of each sender.
+        max_link: the greatest number of links that a sender creates for one worker.
         max_clock: clocks read 1..max_clock.
-        features: what may happen.
-        links: how links misbehave, of `LINKS`.
-        without: rules taken out.
-        unfair: fairness conjuncts taken out.
+        features: the kinds of events that may happen.
+        links: the faults that links may have, of `LINKS`.
+        without: the rules that are removed.
+        unfair: the fairness conjuncts that are removed.
     """
 
     senders: int
@@ -42,10 +42,10 @@ class Bounds:
 
     @classmethod
     def read(cls, constants: Mapping[str, Value]) -> Bounds:
-        """The constants of a configuration.
+        """Read the constants of a configuration.
 
         Raises:
-            ConfigurationError: one is missing, or of another kind than it must be.
+            ConfigurationError: a constant is missing, or has the wrong type.
         """
         return cls(
             senders=_count(constants, "Senders"),
@@ -71,7 +71,7 @@ class Bounds:
 
     @property
     def words(self) -> str:
-        """The bounds and features, in the words of a table."""
+        """The bounds and features as text, for a table."""
         counts = [
             _counted(self.senders, "sender"),
             _counted(self.workers, "worker"),
@@ -83,14 +83,14 @@ class Bounds:
         return ", ".join(counts) + may + links
 
     def reaches(self, least: Bounds) -> bool:
-        """Whether they are at least `least` in every respect, with the same delivery."""
+        """Whether all bounds and features are at least those of ``least``, with the same faults of links."""
         counts = ("senders", "workers", "max_version", "max_link", "max_clock")
         larger = all(getattr(self, name) >= getattr(least, name) for name in counts)
         return larger and self.features >= least.features and self.links == least.links
 
     @property
     def constants(self) -> dict[str, Value]:
-        """What `read` reads."""
+        """The constants, in the form that `read` takes."""
         return {
             "Senders": list(self.all_senders),
             "Workers": list(self.all_workers),

@@ -106,7 +106,7 @@ def _nothing_deferred_elsewhere(bounds: Bounds, step: Step) -> bool:
 
 
 def _nobody_serves_again(bounds: Bounds, step: Step) -> bool:
-    """A model that was written over by hand never serves another version."""
+    """A model whose weights were written by hand never serves another version."""
     lives = zip(step.old.rdata, step.new.rdata, strict=True)
     again = any(NO_PAYLOAD not in (old.decided, new.served) and old.served == NO_PAYLOAD for old, new in lives)
     return not again or "invalidate" not in bounds.features
@@ -200,7 +200,7 @@ def _impossible(bounds: Bounds, node: Node) -> bool:
     return node.sstate != node.sstate
 
 
-#: Of states, and of steps, by the names that the configurations give them.
+#: The canaries over states and over steps, by their names in the configurations.
 STATE_CANARIES: Mapping[str, Invariant] = {
     "NoneIsFenced": _none_is_fenced,
     "NoCrashThenRecovery": _no_crash_then_recovery,

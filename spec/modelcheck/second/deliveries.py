@@ -1,4 +1,4 @@
-"""A second reading of what becomes of messages, dispatches and links."""
+"""A second reading of the properties of messages, dispatches and links."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _link(m: Message | Word) -> tuple[int, int, int]:
 
 
 def _keeps(step: Step, s: int) -> bool:
-    """The sender stays alive, and this step does not close it."""
+    """Whether the sender stays alive, and is not closed after the step."""
     place = s - 1
     return step.old.slife[place] == step.new.slife[place] == "alive" and step.new.sstate[place] != _CLOSED
 
 
 def messages_are_read(bounds: Bounds, step: Step) -> bool:
-    """If a message to a worker disappears from a link that stays open, it alone was read, and it had its effect."""
+    """A message to a worker that disappears from an open link was read, alone, and had its effect."""
     if "Loses" in bounds.links:
         return True
     gone = step.old.messages - step.new.messages
@@ -47,7 +47,7 @@ def messages_are_read(bounds: Bounds, step: Step) -> bool:
 
 
 def _did(step: Step, m: Message) -> bool:
-    """A message was read as what it is: a handshake, a newer version, a stale one, or the decided one again."""
+    """Whether a message had its effect: a handshake, a newer version, a stale one, or the decided one again."""
     old, new = step.old.receiver(m.w), step.new.receiver(m.w)
     if new.link != (m.s, m.k):
         return False
@@ -65,7 +65,7 @@ def _did(step: Step, m: Message) -> bool:
 
 
 def answers_are_read(bounds: Bounds, step: Step) -> bool:
-    """If a message to a sender disappears from a link that stays open, it alone was read, and it counts as it says."""
+    """A message to a sender that disappears from an open link was read, alone, and had the effect that it names."""
     if "Loses" in bounds.links or _is_cut(bounds, step):
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
@@ -82,7 +82,7 @@ def _is_still(step: Step) -> bool:
 
 
 def _is_cut(bounds: Bounds, step: Step) -> bool:
-    """Whether answers of one link are lost, as they may be when it broke or is about to be given up."""
+    """Whether the step loses answers of one link, which may happen if it broke or is about to be given up."""
     links = {_link(m) for m in step.old.answers - step.new.answers}
     if "cut" not in bounds.features or not _is_still(step) or len(links) > 1:
         return False
@@ -92,7 +92,7 @@ def _is_cut(bounds: Bounds, step: Step) -> bool:
 
 
 def network_keeps_its_word(bounds: Bounds, step: Step) -> bool:
-    """Without an action at most one message disappears, unless its link is cut; one that appears was moved."""
+    """If only messages to senders change, at most one disappears unless a link is cut, and a new one was moved."""
     if not _is_still(step):
         return True
     gone, come = step.old.answers - step.new.answers, step.new.answers - step.old.answers
@@ -161,7 +161,7 @@ def _counts(step: Step, m: Word, before: Entry, after: Entry) -> bool:
 
 
 def dispatches_reach_their_targets(bounds: Bounds, step: Step) -> bool:
-    """Each target with a link owes a dispatch, the others are LOST, and it is sent to all that can be reached."""
+    """A dispatch is sent to each target that can be reached, and each target with an open link owes an answer."""
     for s in bounds.all_senders:
         old, new = step.old.sender(s), step.new.sender(s)
         if old.serial == new.serial:
@@ -189,7 +189,7 @@ def _sent(step: Step, s: int, w: int, target: bool) -> bool:
 
 
 def links_begin_whole(bounds: Bounds, step: Step) -> bool:
-    """A new link has a new number. Its Hello and what its worker missed are sent, unless its far end is closed."""
+    """A new link has a new number. Its Hello and its worker's missed version are sent, unless its far end is closed."""
     return all(step.new.slife[s - 1] != "alive" or _begins(bounds, step, s, w) for s, w in _pairs(bounds))
 
 
@@ -217,7 +217,7 @@ def _begins(bounds: Bounds, step: Step, s: int, w: int) -> bool:
 
 
 def _known_fences(bounds: Bounds, step: Step) -> Iterator[int]:
-    """The fences that closed senders heard of."""
+    """The fences that closed senders were told."""
     return (step.old.entry(t, w).fence for t, w in _pairs(bounds) if step.old.sstate[t - 1] == _CLOSED)
 
 
@@ -229,7 +229,7 @@ def _greeted(step: Step, s: int, w: int, due: int) -> bool:
 
 
 def links_end_whole(bounds: Bounds, step: Step) -> bool:
-    """A link that ends owes nothing, keeps what is due to its worker, and records the fence if that ended it."""
+    """A link that ends owes no answer, keeps the version due to its worker, and records the fence if that ended it."""
     return all(not _keeps(step, s) or _stays_or_ends(bounds, step, s, w) for s, w in _pairs(bounds))
 
 
@@ -276,7 +276,7 @@ def _ends(bounds: Bounds, step: Step, s: int, w: int) -> bool:
 
 
 def _ends_as_heard(link_state: str, words: set[str], *, heeded: bool) -> bool:
-    """Only a goodbye ends a membership, and only a refusal makes a link REFUSED; ``heeded``: they do."""
+    """Only a goodbye ends a membership, and only a refusal makes a link REFUSED. If ``heeded``, they always do."""
     word = {"BYE": "NONE", "REFUSED": "REFUSED"}
     if any(link_state == ending and kind not in words for kind, ending in word.items()):
         return False

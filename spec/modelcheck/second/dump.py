@@ -1,4 +1,4 @@
-"""TLC's own graph of a configuration: one run that prints every step, parsed as it runs."""
+"""The state graph of a configuration, from one run of TLC that prints every step and is parsed meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.model.process import FOLDER_PREFIX, Ending, Job, Size, TlcRun
 from weightsync.model.text import Library
 from weightsync.model.toolchain import Toolchain
 
-#: Larger graphs are not read to their end.
+#: The most nodes that are read of a graph.
 MOST_NODES = 150_000
 
 
@@ -28,13 +28,13 @@ _TIMEOUT = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Of what the graph is.
+    """The model whose graph is dumped.
 
     Attributes:
-        folder: where the modules lie.
+        folder: the folder of the modules.
         root: the root module.
         constants: their values.
-        following: the definition that is its next-state relation.
+        following: the name of its next-state relation.
     """
 
     folder: Path
@@ -47,12 +47,12 @@ class Dumped(Enum):
     """The result of a dump."""
 
     WHOLE = "whole"
-    #: More nodes than were asked for: those that TLC met first.
+    #: Only the nodes that TLC met first, since the graph has more than were asked for.
     PART = "part"
 
 
 class DumpError(WeightSyncError):
-    """TLC did not print its graph to the end, or not the graph that it counted."""
+    """TLC did not print its whole graph, or printed a graph of another size than it counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Dump:
     """A graph as TLC printed it.
 
     Attributes:
-        graph: what was read.
-        became: whether that is all of it.
-        counts: TLC's own, if it is.
+        graph: the graph, or the part that was read.
+        became: whether it is the whole graph.
+        counts: TLC's counts, if it is the whole graph.
     """
 
     graph: Graph
@@ -71,7 +71,7 @@ class Dump:
 
 
 class GraphRun:
-    """One dump. `run` blocks until it has ended; `stop`, from any thread, ends it early."""
+    """One dump of a graph. `run` blocks until it has ended. `stop`, from any thread, ends it early."""
 
     def __init__(self, toolchain: Toolchain, model: Model, size: Size = Size.SMALL, most: int = MOST_NODES) -> None:
         self._model = model
@@ -86,7 +86,7 @@ class GraphRun:
         """Run TLC and read its graph.
 
         Raises:
-            DumpError: TLC failed, or counted another graph than it printed.
+            DumpError: TLC failed, or its counts differ from the graph that it printed.
             ConfigurationError: the model cannot be labelled.
         """
         with self._folder as folder:
@@ -102,7 +102,7 @@ class GraphRun:
         return Dump(self._reader.graph, Dumped.WHOLE, self._counted(outcome.findings))
 
     def stop(self) -> None:
-        """Kill its JVM now; `run` raises soon after."""
+        """Kill the JVM. `run` raises soon after."""
         self._run.stop()
 
     def _write(self, folder: Path) -> None:

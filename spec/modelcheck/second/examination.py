@@ -20,19 +20,19 @@ _REFINEMENT = "RefinesWeightSync"
 _POSSIBLE = "CallsArePossible"
 _OF_STATES = {**INVARIANTS, **BOOKS, **STATE_CANARIES}
 _OF_STEPS = {**STEPS, **BOOK_STEPS, **DELIVERIES, **STEP_CANARIES, _REFINEMENT: refines}
-#: All that is read a second time.
+#: The names of all properties with a second reading.
 KNOWN = frozenset({*_OF_STATES, *_OF_STEPS, *ENDINGS, _POSSIBLE})
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a configuration asks of its graph.
+    """What is to be checked in the graph of a configuration.
 
     Attributes:
         bounds: its constants.
-        specification: which fairness there is.
+        specification: the specification, which gives the fairness.
         names: its invariants and properties.
-        deadlock: whether a state that nothing leaves is an error.
+        deadlock: whether a state without an outgoing edge is an error.
     """
 
     bounds: Bounds
@@ -46,9 +46,9 @@ class Broken:
     """A property that does not hold.
 
     Attributes:
-        name: which; "deadlock" for a state that nothing leaves.
-        path: the actions of a shortest path to where it is broken.
-        lasting: how many states an endless walk visits, if that is what breaks it.
+        name: its name, or "deadlock" for a state without an outgoing edge.
+        path: the actions of a shortest path to the violation.
+        lasting: the number of states on an infinite walk that violates it, or 0.
     """
 
     name: str
@@ -66,7 +66,7 @@ def unread(question: Question) -> list[str]:
 
 
 def examine(graph: Graph, question: Question) -> list[Broken]:
-    """What does not hold in a graph.
+    """The properties that do not hold in a graph.
 
     Raises:
         ConfigurationError: a property has no second reading, or no behaviour is fair.

@@ -18,7 +18,7 @@ Label: TypeAlias = "tuple[str | int | frozenset[int], ...]"
 
 @dataclass
 class Graph:
-    """Nodes and labelled edges by their numbers; node 0 is where everything starts.
+    """Nodes and labelled edges, by their numbers. Node 0 is the initial state.
 
     Attributes:
         nodes: the states.
@@ -32,7 +32,7 @@ class Graph:
 
     @cached_property
     def steps(self) -> dict[tuple[int, int], tuple[Label, ...]]:
-        """The pairs of different nodes that an edge joins, with the actions of their edges."""
+        """For each pair of different nodes that edges join, the labels of these edges."""
         found: dict[tuple[int, int], tuple[Label, ...]] = {}
         for before, label, after in self.edges:
             if before != after:
@@ -76,7 +76,7 @@ class Graph:
 
     @cached_property
     def depth(self) -> int:
-        """The longest shortest path from the start, in states."""
+        """The greatest distance of a node from the start, counted in states."""
         far = {0: 1}
         for node, before in self._tree.items():
             far.setdefault(node, far[before] + 1)
@@ -96,8 +96,8 @@ def components(among: Collection[int], successors: Sequence[Iterable[int]]) -> I
     """The strongly connected components of a part of a graph.
 
     Args:
-        among: the nodes of that part.
-        successors: where each node's edges lead, in that part or out of it.
+        among: the nodes of the part.
+        successors: the successors of each node, inside the part or outside.
     """
     part = networkx.DiGraph((node, after) for node in among for after in successors[node] if after in among)
     part.add_nodes_from(among)

@@ -172,7 +172,7 @@ def no_torn_read(bounds: Bounds, node: Node) -> bool:
 
 
 def refusal_keeps_serving(bounds: Bounds, node: Node) -> bool:
-    """G6. A worker does not serve what it refused, or what was superseded, over the link in force."""
+    """G6. A worker does not serve a version that was refused or superseded over the current link."""
     refused = (m for m in node.answers if m.v and m.kind in ("REFUSED", "SUPERSEDED"))
     return not any(
         node.receiver(m.w).link == (m.s, m.k) and node.receiver(m.w).served == (m.inc, m.v, m.p) for m in refused
@@ -195,7 +195,7 @@ def late_joiner_catches_up(bounds: Bounds, node: Node) -> bool:
     return True
 
 
-#: By the names that the configurations give them.
+#: The invariants, by their names in the configurations.
 INVARIANTS: Mapping[str, Invariant] = {
     "TypeOK": type_ok,
     "Consistent": consistent,

@@ -1,4 +1,4 @@
-"""What a configuration asks of the second checker, and whether TLC agrees with the result."""
+"""Poses the question of a configuration to the second checker, and compares the result with TLC's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SecondVerdict:
 
     Attributes:
         first: TLC's verdict on it.
-        counts: the counts of the graph that was read; None if none was read to its end.
-        nodes: how many were read.
-        edges: the labelled edges that were read.
-        broken: what does not hold in it.
-        left_out: why it was not examined; empty if it was.
-        complaints: where the two disagree; empty if they agree.
-        seconds: how long it took.
+        counts: the counts of the graph, or None if no graph was read completely.
+        nodes: the number of nodes that were read.
+        edges: the number of labelled edges that were read.
+        broken: the properties that do not hold.
+        left_out: why it was not examined, or empty.
+        complaints: the disagreements with TLC. Empty if they agree.
+        seconds: the time that the examination took.
     """
 
     first: Verdict
@@ -50,12 +50,12 @@ class SecondVerdict:
 
     @property
     def found(self) -> str:
-        """What was found, in TLC's words."""
+        """The result, worded as TLC's."""
         return ", ".join(map(_words, self.broken)) or "all holds"
 
 
 def question_of(config: Config) -> Question:
-    """What a configuration asks.
+    """The question that a configuration poses.
 
     Raises:
         ConfigurationError: its constants are not those of the protocol.
@@ -64,7 +64,7 @@ def question_of(config: Config) -> Question:
 
 
 def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
-    """Why the second checker leaves a configuration out; empty: it does not."""
+    """Why the second checker leaves a configuration out, or an empty text if it does not."""
     homes = [library.resolve(configuration.module, name) for name in ("Next", configuration.config.specification)]
     if any(home is None or home.module != PROTOCOL for home in homes):
         return f"its actions are not those of {PROTOCOL}.tla"
@@ -79,7 +79,7 @@ def reason_to_leave_out(configuration: Configuration, library: Library) -> str:
 
 
 def nodes_to_read(first: Verdict, question: Question) -> int:
-    """How much of a graph to read: of one with a violation, a little more than TLC needed to find it."""
+    """The number of nodes to read: with a known violation, about twice as many as TLC needed to find it."""
     counts = first.outcome.findings.counts if first.outcome else None
     if first.configuration.expected is Expected.PASS or counts is None or not shows_early(question):
         return MOST_NODES
@@ -87,7 +87,7 @@ def nodes_to_read(first: Verdict, question: Question) -> int:
 
 
 def shows_early(question: Question) -> bool:
-    """Whether a part of the graph can show a violation: liveness needs all of it."""
+    """Whether a part of the graph may be enough to show a violation. Liveness needs the whole graph."""
     return not any(name in ENDINGS for name in question.names)
 
 
@@ -96,7 +96,7 @@ def _too_large(states: int) -> str:
 
 
 def judge_again(first: Verdict, question: Question, dump: Dump, seconds: float) -> SecondVerdict:
-    """Examine a configuration's graph, and compare what is found with what TLC found.
+    """Examine the graph of a configuration, and compare the result with TLC's.
 
     Raises:
         ConfigurationError: a property has no second reading.
@@ -117,7 +117,7 @@ def _words(broken: Broken) -> str:
 
 
 def _disagreements(first: Verdict, broken: tuple[Broken, ...]) -> Iterator[str]:
-    """TLC stops at the first violation, so it may have found fewer than all. It found none only if there is none."""
+    """Yield the disagreements. TLC stops at the first violation, so it may have found only one of several."""
     ours = [_words(each) for each in broken]
     if first.outcome is None:
         yield "TLC was not run"
@@ -130,13 +130,13 @@ def _disagreements(first: Verdict, broken: tuple[Broken, ...]) -> Iterator[str]:
 
 
 def _recounted(first: Verdict, counts: Counts | None) -> Iterator[str]:
-    """A proof is explored to its end, so the graph must be as large as the one that TLC checked."""
+    """Yield a complaint if the graph of a proof, which TLC explores completely, differs in size from TLC's."""
     if first.configuration.expected is Expected.PASS and first.outcome and first.outcome.findings.counts != counts:
         yield f"TLC checked a graph of {first.outcome.findings.counts}, and printed one of {counts}"
 
 
 def story(verdict: SecondVerdict) -> Iterator[str]:
-    """Yield lines that say where the two disagree, and the path to each violation."""
+    """Yield lines with the disagreements, and the path to each violation."""
     yield f"{verdict.first.configuration.name}: {verdict.first.configuration.why}"
     for complaint in verdict.complaints:
         yield f"  {complaint}"

@@ -1,7 +1,7 @@
-"""What TLC is given so that it prints its graph: `Next` with its actions' names and arguments, and what each changes.
+"""Generates the module and configuration with which TLC prints its graph, with each action's arguments and changes.
 
-The names and arguments stand in a variable of their own, which the VIEW leaves out, so they add no states. TLC's own
-dump names actions without their arguments.
+The actions' names and arguments are in a variable of their own, which the VIEW leaves out, so they add no states. TLC's
+own dump has the names of actions without their arguments.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from weightsync.model.text import Library
 
 PROTOCOL = "AckProtocol"
 MODULE = "SecondGraph"
-#: What closes the lines of a node, and of a step from it, before which stand the variables that it changes.
+#: The marks that end the printed lines of a node, and those of a step from it, which has only the changed variables.
 FROM, STEP = "FROM", "STEP"
 
 _DISJUNCT = re.compile(r"\\/ \\E (?P<bound>.*?) :\s+(?P<action>\w+)\((?P<args>[^)]*)\)", re.DOTALL)
-#: The specification by which TLC starts a graph, continues it, and prints all of it.
+#: The head of the configuration, with which TLC explores the whole graph and prints it.
 _HEAD = "INIT SecondInit\nNEXT SecondNext\nVIEW vars\nACTION_CONSTRAINT SecondStep\nCHECK_DEADLOCK FALSE\n"
 
 
 def labelling_module(library: Library, root: str, following: str = "Next") -> str:
-    """A module that prints every node and every labelled step, made from `Next` itself, or what is named instead.
+    """A module that prints every node and every labelled step, generated from `Next` or the definition ``following``.
 
     Raises:
-        ConfigurationError: `Next` or `vars` is not written as it can be understood.
+        ConfigurationError: `Next` is not in the form that is understood, or `vars` has other variables.
     """
     _know_variables(library, root)
     actions = [
@@ -55,7 +55,7 @@ def labelling_module(library: Library, root: str, following: str = "Next") -> st
 
 
 def _printed(name: str, value: str) -> str:
-    """Print a value after its name. TLC keeps each text forever, so each must be of one value."""
+    """Print one value after its name. TLC keeps every text, so a text must not combine values."""
     return f'PrintT(ToString(<<"{name}", {value}>>))'
 
 
@@ -91,5 +91,5 @@ def _know_variables(library: Library, root: str) -> None:
 
 
 def labelling_config(constants: Mapping[str, Value]) -> str:
-    """The configuration of that module: the same constants, no property, all steps printed."""
+    """The configuration of the generated module: the same constants, and no properties."""
     return _HEAD + "".join(f"{line}\n" for line in constant_lines(constants))

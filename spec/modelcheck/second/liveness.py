@@ -1,9 +1,9 @@
 """A second reading of the temporal properties, by strongly connected components.
 
-An infinite behaviour is, in a finite graph, in the end a walk round one component, or rest in one state. It is fair
-to an action if a step of that action is on the walk, or a state where it cannot happen; so if any walk in a component
-is fair, the one that visits all of it is. ``p`` leads to ``q`` unless from a state of ``p`` some path without ``q``
-reaches a component without ``q`` that is fair to all.
+In a finite graph, an infinite behaviour ends in a walk inside one component, or rests in one state. It is fair to an
+action if the walk takes a step of that action, or visits a state where the action is disabled. So if any walk in a
+component is fair, the one that visits all of it is. ``p`` leads to ``q`` unless some path without ``q`` leads from a
+state of ``p`` to a component without ``q`` in which a walk is fair to all actions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Fair:
     arguments: tuple[int, ...]
 
     def takes(self, label: Label) -> bool:
-        """Whether a step with that label is one of this action."""
+        """Whether a step with this label is a step of this action."""
         return label[0] in self.names and label[1 : 1 + len(self.arguments)] == self.arguments
 
 
@@ -41,15 +41,15 @@ _HEARS = frozenset(
 
 
 def nothing(bounds: Bounds) -> list[Fair]:
-    """Nothing need happen."""
+    """No fairness: nothing has to happen."""
     return []
 
 
 def clock(bounds: Bounds) -> list[Fair]:
-    """Time passes.
+    """Fairness of time: deadlines pass.
 
     Raises:
-        ConfigurationError: deadlines are not among the features: no behaviour would be fair.
+        ConfigurationError: deadlines are not among the features, so no behaviour would be fair.
     """
     if "deadline" not in bounds.features:
         raise ConfigurationError("ByTheClock without the feature deadline: no behaviour is fair, so all would hold.")
@@ -57,7 +57,7 @@ def clock(bounds: Bounds) -> list[Fair]:
 
 
 def world(bounds: Bounds) -> list[Fair]:
-    """Messages are delivered, workers read, decide and answer, losses are noticed."""
+    """Fairness of the world: messages are delivered, workers read, decide and answer, and losses are noticed."""
     workers = list(product(bounds.all_workers))
     links = list(product(bounds.all_senders, bounds.all_workers))
     return [
@@ -74,7 +74,7 @@ def _each(conjunct: str, names: frozenset[str], bounds: Bounds, places: Iterable
     return [] if conjunct in bounds.unfair else [Fair(names, place) for place in places]
 
 
-#: What is fair, by the specification that a configuration names.
+#: The fairness of each specification that a configuration may name.
 SPECIFICATIONS: Mapping[str, Callable[[Bounds], list[Fair]]] = {
     "Safe": nothing,
     "ByTheClock": clock,
@@ -88,7 +88,7 @@ def every_send_ends(bounds: Bounds) -> list[Condition]:
 
 
 def losses_are_noticed(bounds: Bounds) -> list[Condition]:
-    """No link stays open whose other end is closed, so that its worker can come back."""
+    """No link stays open after its other end is closed, so that its worker can come back."""
     return [partial(_is_gone, s=s, w=w) for s, w in product(bounds.all_senders, bounds.all_workers)]
 
 
@@ -109,7 +109,7 @@ def _is_catching(node: Node, s: int, w: int) -> bool:
     return node.entry(s, w).catching != 0
 
 
-#: By the names that the configurations give them: the conditions that must not last forever.
+#: The temporal properties by name, each as the conditions that must not last forever.
 ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
     "EverySendEnds": every_send_ends,
     "LossesAreNoticed": losses_are_noticed,
@@ -118,7 +118,7 @@ ENDINGS: Mapping[str, Callable[[Bounds], list[Condition]]] = {
 
 
 def lasting(graph: Graph, condition: Condition, fair: list[Fair]) -> set[int] | None:
-    """A component in which the condition can hold forever on a fair walk; None: there is none."""
+    """A component in which the condition can hold forever on a fair walk, or None."""
     within = {place for place, node in enumerate(graph.nodes) if condition(node)}
     for component in components(within, graph.successors):
         if all(_is_fair(graph, component, each) for each in fair):

@@ -1,6 +1,6 @@
-"""A second reading of the guards: which input a message is, from the tables, over the model's values.
+"""A second reading of the guards: the input that a message becomes, in terms of the model's values.
 
-The rows are those of `weightsync.protocol._tables`; the guards are neither the shipped code's nor the model's.
+The rows are those of `weightsync.protocol._tables`. The guards are independent of the shipped code's and the model's.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, ReceiverInpu
 _SENDER_ROWS = {(state.value, taken.value): to.value for (state, taken), to in SENDER_ROWS.items()}
 _RECEIVER_ROWS = {(state.value, taken.value): to.value for (state, taken), to in RECEIVER_ROWS.items()}
 _REFUSALS = {kind.name for kind in RefusalKind}
-#: (state before, state after) of some row.
+#: (state before, state after) of every row.
 SENDER_MOVES = {(state, to) for (state, _), to in _SENDER_ROWS.items()}
 RECEIVER_MOVES = {(state, to) for (state, _), to in _RECEIVER_ROWS.items()}
 OUTSTANDING = (State.PENDING_ASYNC.value, State.AWAITING_ACK.value)
 
 
 def sender_has_row(state: str, taken: SenderInput) -> bool:
-    """Whether a sender in this state takes that input."""
+    """Whether the table has a row for a sender in this state and this input."""
     return (state, taken.value) in _SENDER_ROWS
 
 
 def receiver_has_row(state: str, taken: ReceiverInput) -> bool:
-    """Whether a receiver in this state takes that input."""
+    """Whether the table has a row for a receiver in this state and this input."""
     return (state, taken.value) in _RECEIVER_ROWS
 
 
 def hello_is(node: Node, w: int, s: int, k: int) -> ReceiverInput:
-    """A handshake whose layout fits: rejected below the fence, a takeover over a new link."""
+    """The input of a handshake whose layout fits: REJECTED below the fence, TAKEOVER over a new link."""
     incarnation, receiver = node.sender(s).incarnation, node.receiver(w)
     if receiver.fence > incarnation:
         return ReceiverInput.REJECTED
@@ -39,7 +39,7 @@ def hello_is(node: Node, w: int, s: int, k: int) -> ReceiverInput:
 
 
 def update_is(node: Node, w: int, incarnation: int, version: int) -> ReceiverInput:
-    """A version over the link in force, compared as (incarnation, version) with what was decided or is pending."""
+    """The input of an update over the current link, by comparing it with the decided and the pending version."""
     receiver = node.receiver(w)
     key = (incarnation, version)
     if incarnation < receiver.fence:
@@ -54,7 +54,7 @@ def update_is(node: Node, w: int, incarnation: int, version: int) -> ReceiverInp
 
 
 def answer_is(node: Node, m: Word) -> SenderInput:
-    """An answer: stale unless it names our incarnation, over an open link, and what is owed."""
+    """The input of an answer: STALE unless it names the sender's incarnation, on an open link, and is owed."""
     s, sender, entry = m.s, node.sender(m.s), node.entry(m.s, m.w)
     if m.inc != sender.incarnation or not node.is_open(s, m.w, m.k):
         return SenderInput.STALE

@@ -1,6 +1,6 @@
-"""A second reading of what must be possible: what may be done in a state has an edge that leaves it.
+"""A second reading of CallsArePossible: whatever may be done in a state is an edge that leaves it.
 
-TLC asks the action itself; the edges tell only of those that the configuration's features let happen.
+TLC evaluates whether an action is enabled. Edges exist only for actions that the configuration's features allow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Message = TypeVar("_Message", Message, Word)
 
 
 def calls_are_possible(bounds: Bounds, node: Node, leaving: frozenset[Label]) -> bool:
-    """Whether an edge leaves for each thing that may be done in this state."""
+    """Whether each action that may be taken in this state has an edge, if the configuration has its feature."""
     due = (*_of_senders(bounds, node), *_of_receivers(bounds, node), *_of_messages(node))
     return all(label in leaving or _FEATURES.get(str(label[0])) not in {None, *bounds.features} for label in due)
 
@@ -118,7 +118,7 @@ def _of_answer(node: Node, m: Word) -> Iterator[Label]:
 
 
 def _first(messages: frozenset[_Message]) -> Iterator[_Message]:
-    """The messages with no earlier one in flight on their link."""
+    """The oldest messages in flight on each link."""
     for m in messages:
         if all(m.p <= n.p for n in messages if (n.s, n.w, n.k) == (m.s, m.w, m.k)):
             yield m

@@ -1,4 +1,4 @@
-"""A second reading of the promise of WeightSync.tla: what a user sees of a state, and which steps are allowed."""
+"""A second reading of the promise of WeightSync.tla: the user's view of a state, and the steps allowed in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NONE = (0, 0)
 _PHASES = {State.PENDING_ASYNC.value: "outstanding", State.AWAITING_ACK.value: "waited", State.CLOSED.value: "closed"}
 
 
-#: What can be said of a worker as a version is dispatched.
+#: The outcomes that a worker can have right after a dispatch.
 _DISPATCHED = {"NONE", "LOST", "REFUSED", "PENDING"}
 
 
 class Sent(NamedTuple):
-    """What a user sees of one sender."""
+    """The user's view of one sender."""
 
     incarnation: int
     phase: str
@@ -28,14 +28,14 @@ class Sent(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """What a user sees: what each worker serves, and each sender."""
+    """The user's view of a state: the version that each worker serves, and each sender."""
 
     served: tuple[tuple[int, int], ...]
     senders: tuple[Sent, ...]
 
 
 def seen(node: Node) -> Promised:
-    """What a user sees of a state."""
+    """The user's view of a state."""
     senders = (
         Sent(
             data.incarnation,
@@ -50,13 +50,13 @@ def seen(node: Node) -> Promised:
 
 
 def starts(bounds: Bounds, node: Node) -> bool:
-    """Whether a state is one where the promise starts: nothing connected, sent or served."""
+    """Whether a state is an initial state of the promise: nothing is connected, sent or served."""
     nothing = Sent(0, "idle", 0, ("NONE",) * bounds.workers, frozenset())
     return seen(node) == Promised((_NONE,) * bounds.workers, (nothing,) * bounds.senders)
 
 
 def refines(bounds: Bounds, step: Step) -> bool:
-    """Whether a step changes nothing that a user sees, or only what the promise allows."""
+    """Whether a step leaves the user's view unchanged, or changes it as the promise allows."""
     old, new = seen(step.old), seen(step.new)
     return old == new or _served(old, new) or (old.served == new.served and _sender_moved(old, new))
 
@@ -66,7 +66,7 @@ def _changed(old: tuple[object, ...], new: tuple[object, ...]) -> list[int]:
 
 
 def _served(old: Promised, new: Promised) -> bool:
-    """A worker moves to a newer sent version or stops serving; the sender records the former."""
+    """Whether one worker moves to a newer version, which its sender records, or stops serving."""
     moved = _changed(old.served, new.served)
     if len(moved) != 1:
         return False
@@ -90,7 +90,7 @@ def _noted(sender: Sent, version: int, w: int) -> Sent:
 
 
 def _sender_moved(old: Promised, new: Promised) -> bool:
-    """One sender connects, sends, is answered, waits or stops waiting, is given up, closed or dead."""
+    """Whether one sender connects, sends, gets an answer, begins or ends a wait, gives up, closes or dies."""
     moved = _changed(old.senders, new.senders)
     if len(moved) != 1:
         return False
@@ -113,7 +113,7 @@ def _connects(before: Sent, after: Sent, others: set[int]) -> bool:
 
 
 def _sends(before: Sent, after: Sent) -> bool:
-    """G5, G11: nothing is outstanding; a version never used before; somebody may yet answer."""
+    """G5, G11: a send, with nothing outstanding before, a new version, and at least one answer owed."""
     free = before.phase == "idle" and before.incarnation != 0
     said = after.phase in ("outstanding", "waited") and _DISPATCHED.issuperset(after.outcomes)
     fresh = before._replace(version=before.version + 1, did=frozenset(), phase=after.phase, outcomes=after.outcomes)
@@ -121,7 +121,7 @@ def _sends(before: Sent, after: Sent) -> bool:
 
 
 def _is_answered(before: Sent, after: Sent) -> bool:
-    """G1, G2: APPLIED only of a worker that has served it. The last answer ends a wait, and nothing else."""
+    """G1, G2: an answer. APPLIED only for a worker that has served the version; only the last answer ends a wait."""
     moved = _changed(before.outcomes, after.outcomes)
     if len(moved) != 1:
         return False
@@ -137,7 +137,7 @@ def _is_answered(before: Sent, after: Sent) -> bool:
 
 
 def _waits(before: Sent, after: Sent) -> bool:
-    """A wait begins, or finds that nobody owes; a deadline or an exception ends the wait, not the update."""
+    """A wait begins, or finds no answer owed. A deadline or an exception ends the wait, but not the update."""
     if before.phase == "waited":
         return after == before._replace(phase="outstanding")
     if before.phase != "outstanding":
@@ -148,7 +148,7 @@ def _waits(before: Sent, after: Sent) -> bool:
 
 
 def _gives_up(before: Sent, after: Sent) -> bool:
-    """The caller abandons the update, or closes the sender. G9: for good."""
+    """G9: the caller abandons the update, or closes the sender for good."""
     may = after.phase == "closed" or (after.phase == "idle" and before.phase == "outstanding")
     outcomes = tuple("ABANDONED" if each == "PENDING" else each for each in before.outcomes)
     given_up = before._replace(phase=after.phase, outcomes=outcomes, did=frozenset())

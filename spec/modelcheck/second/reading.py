@@ -1,4 +1,4 @@
-"""Reads TLC's printed lines into a graph as it prints them."""
+"""Builds a graph from the lines that TLC prints, while it prints them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACES = {name: place for place, name in enumerate(Node._fields)}
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A variable has a value."""
+    """A printed line: a variable has a value."""
 
     place: int
     number: int
@@ -24,21 +24,21 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class _StepEnd:
-    """The values printed since the last end are what this action changed."""
+    """A printed line: the values since the last end are the changes of this action."""
 
     label: int
 
 
 class _NodeEnd:
-    """The values printed since the last end are a node, where the next steps begin."""
+    """A printed line: the values since the last end are a node, at which the next steps begin."""
 
 
 class GraphReader:
-    """Reads lines into a graph. Each text is parsed once, and equal values are one object with one number.
+    """Builds a graph from lines. Each text is parsed once, and equal values share one object and one number.
 
     Attributes:
-        graph: what has been read so far.
-        printed: the steps printed; one that two messages of the same words allow is printed twice.
+        graph: the graph read so far.
+        printed: the number of steps printed. TLC prints a step twice that two equal messages allow.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class GraphReader:
         self._said: list[_Said] = []
 
     def feed(self, line: str) -> None:
-        """Take one line that TLC printed.
+        """Take one printed line.
 
         Raises:
-            ConfigurationError: it says what is not known here, or a node lacks a variable.
+            ConfigurationError: the line has an unknown value, or a node lacks a variable.
         """
         meaning = self._lines.get(line)
         if meaning is None:

@@ -1,6 +1,6 @@
 """A second reading of the action properties, from the words of the specification.
 
-A step is two different states and the actions that lead from one to the other.
+A step is a pair of different states, with the actions that lead from the first to the second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PENDING, _AWAITING = State.PENDING_ASYNC.value, State.AWAITING_ACK.value
 
 
 class Step(NamedTuple):
-    """One step."""
+    """A step: the two states, and the labels of the actions."""
 
     old: Node
     new: Node
@@ -44,7 +44,7 @@ def only_rows(bounds: Bounds, step: Step) -> bool:
 
 
 def nothing_overtakes(bounds: Bounds, step: Step) -> bool:
-    """On an ordered link a message has a higher serial than all that are still in flight."""
+    """On an ordered link, a new message has a higher serial than all messages in flight."""
     if "Reorders" in bounds.links:
         return True
     return _rising(step.old.messages, step.new.messages) and _rising(step.old.answers, step.new.answers)
@@ -63,13 +63,13 @@ def _pairs(bounds: Bounds, step: Step) -> Iterator[tuple[int, int]]:
 
 
 def _counted(step: Step, s: int, w: int) -> str:
-    """The outcome of ``w`` that an answer decides in this step; empty: none does."""
+    """The outcome of ``w`` that an answer decides in this step, or an empty text."""
     said = step.new.outcome(s, w)
     return said if step.old.outcome(s, w) == "PENDING" and said in ("APPLIED", "REFUSED") else ""
 
 
 def _recorded(step: Step, s: int, w: int) -> int:
-    """The version that this step records as served over the link of ``w``; 0: none."""
+    """The version that this step records as served over the link of ``w``, or 0."""
     before, after = step.old.entry(s, w).served, step.new.entry(s, w).served
     return after if after != before else 0
 
@@ -90,7 +90,7 @@ def ack_names_its_version(bounds: Bounds, step: Step) -> bool:
 
 
 def _rejected(step: Step, s: int, w: int, there: list[Word]) -> bool:
-    """Whether the worker has refused the handshake of its link, which is REFUSED from now on."""
+    """Whether this step makes the worker's link REFUSED, because the worker refused the handshake."""
     before, after = step.old.entry(s, w), step.new.entry(s, w)
     said = any((m.k, m.v, m.kind) == (before.link, 0, "REFUSED") for m in there)
     return said and before.link_state != after.link_state == "REFUSED" == step.new.outcome(s, w)
@@ -229,7 +229,7 @@ def _reported_truly(step: Step, s: int) -> bool:
     return (before, after) != (_AWAITING, _PENDING) or new.sender(s) == old.sender(s)
 
 
-#: By the names that the configurations give them.
+#: The action properties, by their names in the configurations.
 STEPS: Mapping[str, StepProperty] = {
     "OnlyRows": only_rows,
     "NothingOvertakes": nothing_overtakes,

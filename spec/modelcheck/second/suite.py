@@ -1,6 +1,6 @@
-"""Runs many second checks, as many at once as there are cores, and shows their verdicts.
+"""Runs the second checks, a few at a time, and formats their verdicts.
 
-None of their JVMs outlives the caller.
+No JVM outlives the call.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SecondSuite:
 
     Args:
         toolchain: Java and TLC.
-        manifest: where the model lies.
-        ended: is called with each verdict, in the caller's thread.
+        manifest: the model's manifest.
+        ended: called with each verdict, in the caller's thread.
     """
 
     def __init__(self, toolchain: Toolchain, manifest: Manifest, ended: Callable[[SecondVerdict], None]) -> None:
@@ -50,7 +50,7 @@ class SecondSuite:
     def run(self, verdicts: Sequence[Verdict]) -> list[SecondVerdict]:
         """Examine them all, the largest first, and return the verdicts in the order asked for.
 
-        Whatever ends this call early, an interrupt too, ends the JVMs and removes their folders first.
+        If the call ends early, even by an interrupt, the JVMs are ended and their folders removed first.
 
         Raises:
             ConfigurationError: a property has no second reading.

@@ -1,4 +1,4 @@
-"""TLC's printed values as Python's: sets, tuples and functions, records, strings, numbers."""
+"""Parses values that TLC prints: sets, tuples, functions, records, strings and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 from modelcheck.second.words import RECORDS
 from weightsync.errors import ConfigurationError
 
-#: What a value is made of. Records are the named tuples of `words`.
+#: A value of the model. Records are the named tuples of `words`.
 Value: TypeAlias = "bool | int | str | frozenset[Value] | tuple[Value, ...]"
 
 _TOKEN = re.compile(r'"[^"]*"|\|->|:>|@@|<<|>>|[\[\]{}(),]|-?\d+|\w+')
@@ -16,18 +16,17 @@ _BY_FIELDS = {frozenset(record._fields): record for record in RECORDS}
 
 
 def parse(text: str) -> Value:
-    """The value that TLC wrote so.
+    """Parse one printed value.
 
     Raises:
-        ConfigurationError: a record of fields that are not known here: the model has changed, and its second
-            reading must follow.
+        ConfigurationError: a record has unknown fields, since the model has changed and its second reading has not.
     """
     value, _ = _value(_TOKEN.findall(text), 0)
     return value
 
 
 def _value(tokens: list[str], at: int) -> tuple[Value, int]:
-    """One value and the place behind it."""
+    """The value at a place in the tokens, and the place after it."""
     token = tokens[at]
     if token == "<<":
         items, at = _items(tokens, at + 1, ">>")
@@ -73,7 +72,7 @@ def _record(tokens: list[str], at: int) -> tuple[Value, int]:
 
 
 def _function(tokens: list[str], at: int) -> tuple[Value, int]:
-    """``(1 :> x @@ 2 :> y)``, over numbers from 1: a tuple."""
+    """A function ``(1 :> x @@ 2 :> y)`` over 1..n, as a tuple."""
     found: dict[Value, Value] = {}
     while tokens[at] != ")":
         if tokens[at] == "@@":

@@ -1,13 +1,13 @@
-"""The values of AckProtocol.tla's variables, as Python has them: one `Node` is one state of the model.
+"""The values of AckProtocol.tla's variables in Python. One `Node` is one state of the model.
 
-Functions over senders or workers are tuples, and their numbers start from 1: `Node.sender(1)` is the first.
+Functions over senders or workers are tuples. The numbers start from 1: `Node.sender(1)` is the first sender.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-#: (incarnation, version, serial); the serial says which weights travelled.
+#: (incarnation, version, serial). The serial identifies the weights.
 Payload: TypeAlias = tuple[int, int, int]
 
 NO_PAYLOAD: Payload = (0, 0, 0)
@@ -46,7 +46,7 @@ class Sender(NamedTuple):
 
 
 class Receiver(NamedTuple):
-    """A receiver's data, with what only the properties use."""
+    """A receiver's data, including fields that only the properties use."""
 
     link: tuple[int, int]
     fence: int
