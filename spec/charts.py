@@ -73,7 +73,7 @@ def _recorded(run: Callable[[], object]) -> Verdict:
 
 
 def render_readme(text: str) -> str:
-    """README with its chart drawn again: one update, from the send to the report, without the times."""
+    """The text of README with its chart drawn again: one update, from the send to the report, without the times."""
     [run] = _recorded(_one_update).runs
     whole = chart_of(run)
     begins = next(number for number, row in enumerate(whole.rows) if row.text.startswith("SEND"))

@@ -102,7 +102,7 @@ def check_mutants(
 
 
 def _undecided_again(manifest: Manifest, verdicts: list[Verdict], screen: Console) -> list[Verdict]:
-    """Run once more what TLC gave no verdict on, for example because the kernel killed it; print the first result."""
+    """Rerun the configurations without a verdict, for example because the kernel killed TLC. Print the first result."""
     undecided = [verdict for verdict in verdicts if verdict.undecided]
     if not undecided:
         return verdicts

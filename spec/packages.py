@@ -1,13 +1,13 @@
-"""`make smoke`: the wheel and the sdist work where the source tree is not. `make test-matrix`: so do other releases.
+"""Tests the built packages outside the source tree (`make smoke`), and other releases (`make test-matrix`).
 
     python spec/packages.py smoke
     python spec/packages.py matrix [PYTEST ARGUMENT...]
 
 `smoke` builds both, installs each into an empty environment without extras, and runs the program of a documentation
 page there. `matrix` runs tests on each Python of `PYTHONS`, with the two newest minor releases of torch and tensordict,
-with every tool of the tests except Ray and TorchRL: these may not have followed yet. The first Python has the lowest
-releases that the package allows, too. A Python is taken from this machine, or fetched by uv; one that cannot be had is
-named at the end, and fails the run where the environment's ``CI`` is set.
+and with every tool of the tests except Ray and TorchRL, which may not support these releases yet. The first Python is
+also tested with the lowest releases that the package allows. A Python is taken from this machine, or downloaded by uv.
+A Python that is not available is named at the end, and fails the run if ``CI`` is set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The environment, the policies and the pytest marks that all tests of TorchRL's collectors use.
 
-The collectors' worker processes can import this module. If TorchRL or gymnasium is missing, importing it skips the
-test module that does.
+The collectors' worker processes can import this module. If TorchRL or gymnasium is missing, it skips the test module
+that imports it.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def wait_until_met(setup: WorkerSetup) -> int | None:
 
 
 def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[float]:
-    """A worker loop on TorchRL's own keys: instruction, weights, answer. Returns the first element of each weights."""
+    """A worker loop on TorchRL's own keys: instruction, weights, answer. Returns the first element of each update."""
     store, rank, seen = transport.store, transport.rank, []
     for _ in range(times):
         instruction = store.get(f"NODE_{rank}_in")

@@ -1,4 +1,4 @@
 """Checks of the model itself: its mutants, and a second checker beside TLC.
 
-For maintainers of the model, so it is no part of the installed package; `spec/check.py` runs it.
+It is for maintainers of the model, so the installed package does not contain it. `spec/check.py` runs it.
 """

@@ -20,7 +20,7 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Something with a name and a meaning: an input kind or a kind of refusal."""
+    """A name with a meaning: an input kind or a refusal kind."""
 
     place: str
     name: str
@@ -94,7 +94,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """A promise to the user."""
+    """A guarantee to the user."""
 
     place: str
     id: str

@@ -1,4 +1,4 @@
-"""Renders `tla/Tables.tla`: the rows that control state moves by in the model."""
+"""Renders `tla/Tables.tla`: the rows by which the states of the model's machines change."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of `spec/replay.py`: graphs of the model with what each step needs of a transport, and their covers."""
+"""The parts of `spec/replay.py`: graphs of the model, with the needs of each step, and the paths that cover them."""

@@ -1,4 +1,4 @@
-"""The graph of a configuration, with what each step needs of a transport, and its role projections."""
+"""The graph of a configuration, with the scenario that a transport needs for each step, and its role projections."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `spec/scale.py` measures."""
+"""The measurements of `spec/scale.py`."""

@@ -134,7 +134,7 @@ def _home(name: str) -> str:
 
 
 def _linked(text: str, source: str) -> str:
-    """The text of a file of the repository, with links for the site."""
+    """The text of a repository file, with its links changed to those of the site."""
 
     def replaced(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""

@@ -1,4 +1,4 @@
-"""All mutants of a module: one operator applied at one place each. Names describe the change, not its location."""
+"""Generates the mutants of a module: each has one operator applied at one place, and is named after the change."""
 
 from __future__ import annotations
 

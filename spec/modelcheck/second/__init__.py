@@ -1,7 +1,7 @@
-"""A second checker: TLC's graph, or the shipped machines', examined in Python.
+"""A second checker, in Python, for the graph of TLC or of the shipped machines.
 
-Each property is read a second time, from the charter's words; liveness by strongly connected components. Its verdicts
-must agree with TLC's, whose version at hand has known faults.
+Each property is implemented a second time, from the words of the specification, and liveness by strongly connected
+components. The verdicts must agree with those of TLC, which has known faults.
 """
 
 from modelcheck.second.bounds import Bounds

@@ -139,7 +139,7 @@ def one_outstanding(bounds: Bounds, step: Step) -> bool:
 
 
 def served_changes_by_applied(bounds: Bounds, step: Step) -> bool:
-    """G6. Only APPLIED changes what is served, to what was pending; a broken model or a new process serves nothing."""
+    """G6. Only applying the pending version changes the version served. A broken model or a new process serves none."""
     for w in bounds.all_workers:
         before, after = step.old.receiver(w), step.new.receiver(w)
         if before.served == after.served:
@@ -153,14 +153,14 @@ def served_changes_by_applied(bounds: Bounds, step: Step) -> bool:
 
 
 def by_hand(step: Step, w: int) -> bool:
-    """Whether this worker's model was written over by hand, and nothing else happened to it."""
+    """Whether this worker's weights were written by hand, and nothing else changed in it."""
     over = step.old.receiver(w)._replace(served=NO_PAYLOAD, live=(NO_PAYLOAD, NO_PAYLOAD))
     called = (Action.INVALIDATE, w) in step.labels
     return called and step.new.receiver(w) == over and step.old.rstate[w - 1] == step.new.rstate[w - 1]
 
 
 def only_targets_change(bounds: Bounds, step: Step) -> bool:
-    """G7. A version goes to its targets and to joiners that it is due to; nothing is pending that was not sent."""
+    """G7. A version goes only to its targets and to joiners that are due it, and only a sent version is pending."""
     if not all(_was_due(step, m) for m in step.new.messages - step.old.messages if m.v):
         return False
     for w in bounds.all_workers:
@@ -182,7 +182,7 @@ def _was_due(step: Step, m: Message) -> bool:
 
 
 def copy_owes_nothing(bounds: Bounds, step: Step) -> bool:
-    """G8. A new sender has initial state, and nobody else changes."""
+    """G8. A new sender has the initial state, and no other sender or receiver changes."""
     old, new, _ = step
     born = {t for t in range(bounds.senders) if old.slife[t] == "unborn" != new.slife[t]}
     fresh = (_INITIAL, new_sender(bounds.workers), False)

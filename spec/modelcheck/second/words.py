@@ -59,7 +59,7 @@ class Receiver(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message in flight to a worker; version 0: a Hello."""
+    """A message in flight to a worker. Version 0 stands for a Hello."""
 
     s: int
     w: int
@@ -92,7 +92,7 @@ RECORDS: tuple[type[Entry | Out | Sender | Receiver | Message | Word], ...] = (
 
 
 class Node(NamedTuple):
-    """One state of the model; the fields are its variables, in their order."""
+    """One state of the model. The fields are its variables, in their order."""
 
     sstate: tuple[str, ...]
     sdata: tuple[Sender, ...]
@@ -113,7 +113,7 @@ class Node(NamedTuple):
         return self.rdata[w - 1]
 
     def entry(self, s: int, w: int) -> Entry:
-        """Worker ``w`` as sender ``s`` records it."""
+        """The record of worker ``w`` at sender ``s``."""
         return self.sdata[s - 1].members[w - 1]
 
     def outcome(self, s: int, w: int) -> str:
@@ -121,11 +121,11 @@ class Node(NamedTuple):
         return self.sdata[s - 1].out.outcomes[w - 1]
 
     def owed(self, s: int, w: int) -> int:
-        """The link over which ``w`` owes sender ``s`` an answer; 0: it owes none."""
+        """The link over which ``w`` owes sender ``s`` an answer, or 0."""
         return self.sdata[s - 1].out.owed[w - 1]
 
     def owing(self, s: int) -> int:
-        """How many workers owe sender ``s`` an answer."""
+        """The number of workers that owe sender ``s`` an answer."""
         return sum(1 for link in self.sdata[s - 1].out.owed if link)
 
     def is_gone(self, s: int, w: int) -> bool:

@@ -53,7 +53,7 @@ def compiled(scheme_class: Any) -> Any:
 
 
 def stage(duo: Duo, fill: float) -> None:
-    """Send a version, and wait until it is staged. The caller holds the model being served, so no swap follows."""
+    """Send a version, and wait until it is staged. The caller keeps the model in use, so that it is not swapped."""
     filled(duo.source, fill)
     duo.sending.get_sender().send_async()
     deadline = Deadline(PATIENCE)

@@ -441,6 +441,6 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "B extra state, LoRA": {B: ("test_extra_state_travels", "test_lora_modules_are_merged_on_a_copy")},
 }
 
-#: The fifteen faults, as the names of their tests begin, and the modules that these are in.
+#: The prefixes of the names of the tests of the fifteen faults, and the modules of these tests.
 FAULTS: Final = tuple(f"test_fault_{number:02}_" for number in range(1, 16))
 FAULTS_IN: Final = ("test_fifteen_faults", "test_facades", T, U, R)

@@ -2,7 +2,8 @@
 
 Names that both generations use for the same thing are not listed, since a test makes each documented call of either
 (`documented_forms.py`). `test_signatures.py` fails on any other difference that is not listed, on an entry that is no
-longer needed, and on an entry of `DIFFERENCES` that no longer equals our signature. Keywords that only we have may change.
+longer needed, and on an entry of `DIFFERENCES` that no longer equals our signature. Keywords that only we have may
+change.
 """
 # ruff: noqa: E501 - a signature is one line
 
