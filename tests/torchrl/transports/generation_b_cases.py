@@ -89,10 +89,6 @@ def connects_again(setup: WorkerSetup, index: int) -> str | None:
     return raises(setup, "connect", worker_idx=index)
 
 
-def connects_with_weights(setup: WorkerSetup) -> str | None:
-    return raises(setup, "connect", weights=small().state_dict())
-
-
 def moves_to_another_model(setup: WorkerSetup) -> bool:
     """Set another context and model, as TorchRL's collectors do after copying the policy."""
     setup.model = small(8.0)

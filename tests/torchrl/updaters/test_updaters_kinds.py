@@ -249,7 +249,7 @@ def test_multiprocessed_copies_only_into_those_named() -> None:
     assert [constant(buffer) for buffer in buffers.values()] == [{0.0}, {1.0}]
 
 
-def write_and_say(shared: Any, updated: Any, seen: Any) -> None:
+def report_update(shared: Any, updated: Any, seen: Any) -> None:
     """Main function of another process: once the buffer is updated, report the values in it."""
     updated.wait(60)
     seen.put(sorted(constant(shared)))
@@ -258,7 +258,7 @@ def write_and_say(shared: Any, updated: Any, seen: Any) -> None:
 def test_multiprocessed_reaches_another_process_by_shared_memory(forkserver: Any) -> None:
     shared = weights(0.0).share_memory_()
     updated, seen = forkserver.Event(), forkserver.SimpleQueue()
-    process = forkserver.Process(target=write_and_say, args=(shared, updated, seen))
+    process = forkserver.Process(target=report_update, args=(shared, updated, seen))
     process.start()
 
     updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={CPU: shared})
