@@ -39,8 +39,10 @@ def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -
 def _named(backend: str) -> WeightSyncScheme:
     try:
         return WeightSyncScheme.from_backend(backend)
-    except ConfigurationError:  # it names backends that are not for groups
-        raise _unusable(backend) from None
+    except ConfigurationError as error:
+        if error.__cause__ is None:  # no such backend: its text names backends that are not for groups
+            raise _unusable(backend) from error
+        raise ConfigurationError(f"scheme= is {backend!r}. {error} Nothing was started.") from error
 
 
 def _unusable(scheme: object) -> ConfigurationError:

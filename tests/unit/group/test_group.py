@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.metadata import EntryPoint
 from itertools import islice
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
@@ -55,6 +56,7 @@ from weightsync.group.actors import ActorProcess
 from weightsync.group.channel import TrainerEnd
 from weightsync.protocol import sender as pure
 from weightsync.protocol._tables import State
+from weightsync.schemes.registry import ENTRY_POINTS
 from weightsync.testing import FakeClock
 from weightsync.transports.process import ProcessWatch, is_stopped
 
@@ -685,6 +687,21 @@ def test_results_refuses_a_timeout_that_is_no_number_of_seconds_before_any_is_as
 
     with pytest.raises(ConfigurationError, match="timeout="):
         group.results(timeout)
+
+
+def test_an_installed_scheme_that_cannot_be_imported_is_named_with_the_reason(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint("lacking", "a_module_that_is_not_there:Scheme", ENTRY_POINTS)
+    monkeypatch.setattr("weightsync.schemes.registry.entry_points", lambda group: [point])
+
+    with pytest.raises(
+        ConfigurationError, match=r"scheme= is 'lacking'\..*No module named 'a_module_that_is"
+    ) as caught:
+        WorkerGroup(workers.act, model, 1, scheme="lacking")
+
+    assert isinstance(caught.value.__cause__, ConfigurationError)
+    assert isinstance(caught.value.__cause__.__cause__, ModuleNotFoundError)
 
 
 def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
