@@ -273,7 +273,11 @@ def overrides_state_dict(kind: type[Any]) -> bool:
 
 
 def refuse_hidden_state(
-    root: nn.Module, customising: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], extras: Collection[str]
+    root: nn.Module,
+    customising: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    extras: Collection[str],
+    prefix: str = "",
 ) -> None:
     """Raise LayoutError if the state dict of `root` has an entry that was not read from the model.
 
@@ -281,10 +285,11 @@ def refuse_hidden_state(
 
     Args:
         customising: the modules in it that customise their state dict, by name.
+        prefix: what all names begin with, if `root` is a part of the model.
     """
     _refuse_invisible_state(customising)
     before = [_mark(tensor) for tensor in tensors.values()]
-    hidden = dict(_hidden(_state_dict_of(root), tensors, extras))
+    hidden = dict(_hidden(_flat(_state_dict_of(root), prefix, extras), tensors))
     changed = [name for (name, tensor), mark in zip(tensors.items(), before, strict=True) if _mark(tensor) != mark]
     for name in (*changed, *_replaced(customising, tensors)):
         hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
@@ -377,10 +382,10 @@ def _mark(tensor: Tensor) -> tuple[int, object]:
     return tensor._version if type(tensor) in PLAIN and counts_writes(tensor) else 0, _place(tensor)
 
 
-def _hidden(state: Mapping[str, Any], tensors: Mapping[str, Tensor], extras: Collection[str]) -> Iterator[Any]:
+def _hidden(entries: Iterable[tuple[str, Any]], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the entries of a state dict that an update would not contain: the name, and what it is."""
     unnamed = []
-    for name, value in _flat(state, "", extras):
+    for name, value in entries:
         if not isinstance(value, Tensor):
             yield name, f"is a {_name_of(type(value))}"
         elif name not in tensors:

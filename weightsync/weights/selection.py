@@ -111,7 +111,6 @@ def _refuse_hidden_state(found: Weights, chosen: Weights, customising: dict[str,
     owners = {name.rpartition(".")[0] for name in chosen.tensors}
     for name in owners.intersection(customising):
         prefix = f"{name}." if name else ""
-        tensors = {each.removeprefix(prefix): t for each, t in found.tensors.items() if each.startswith(prefix)}
-        extras = (extra_state_name(module) for module in found.slots)
-        own = {each.removeprefix(prefix) for each in extras if each.startswith(prefix)}
-        refuse_hidden_state(customising[name], {"": customising[name]}, tensors, own)
+        tensors = {each: tensor for each, tensor in found.tensors.items() if each.startswith(prefix)}
+        extras = set(map(extra_state_name, found.slots))
+        refuse_hidden_state(customising[name], {name: customising[name]}, tensors, extras, prefix)

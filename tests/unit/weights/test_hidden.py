@@ -387,9 +387,11 @@ def test_chosen_weights_of_a_module_with_hidden_state_are_refused_and_those_besi
     beside = HalvingExtra(2, 2)
     model = nn.ModuleDict({"a": nn.ModuleDict({"hiding": hiding(), "beside": beside})})
 
-    for chosen, source in (("*.hiding.*", model), ("weight", model["a"]["hiding"])):
-        with pytest.raises(LayoutError, match=f"'{name}' "):
+    for chosen, source, prefix in (("*.hiding.*", model, "a.hiding."), ("weight", model["a"]["hiding"], "")):
+        with pytest.raises(LayoutError, match=f"'{prefix}{name}' ") as caught:
             Selection(chosen).read(source)
+        assert caught.value.mismatched.keys() == {prefix + name}
+        assert (f"their state dict: '{prefix[:-1]}' (" in str(caught.value)) == bool(prefix)
     found = Selection("a.beside.*").state_dict(model)
     assert list(found) == ["a.beside.weight", "a.beside.bias", "a.beside._extra_state"]
     assert found["a.beside.weight"] is beside.weight
