@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weightsync.errors import LayoutError, ProtocolError
-from weightsync.weights.layout import extra_state_name, is_sane, listed, quoted
+from weightsync.weights.layout import Layout, extra_state_name, is_sane, listed, quoted
 from weightsync.weights.tensors import (
     DTYPE_NAMES,
     DTYPES,
@@ -114,6 +114,14 @@ def decode_extras(data: bytes) -> dict[str, ExtraState]:
         raise ProtocolError(f"The extra state cannot be decoded: {error}.", unread=data) from error
     if reader.at != len(data):
         raise ProtocolError("There are surplus bytes after the extra state.", unread=data[reader.at :])
+    return extras
+
+
+def decode_extras_of(layout: Layout, data: bytes) -> dict[str, ExtraState]:
+    """Decode an update's extra state. Raises ProtocolError: it is malformed, or not what the layout lists."""
+    extras = decode_extras(data)
+    if tuple(sorted(extras)) != layout.extras:
+        raise ProtocolError(f"Extra state arrived for {sorted(extras)}, but the layout lists {list(layout.extras)}.")
     return extras
 
 

@@ -23,7 +23,7 @@ from weightsync.weights.device.base import Device, DeviceMemory, Waits
 from weightsync.weights.device.captures import CAPTURED, must_not_move
 from weightsync.weights.device.registry import device_of, devices_of
 from weightsync.weights.device.transfer import copy_out, scatter_onto
-from weightsync.weights.extra_state import ExtraState, decode_extras, encode_extras
+from weightsync.weights.extra_state import ExtraState, decode_extras, decode_extras_of, encode_extras
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
 from weightsync.weights.meta_device import unshare
@@ -342,12 +342,7 @@ class Target:
             fits = payload.nbytes == layout.nbytes and payload.c_contiguous
         if not fits:
             raise ProtocolError(f"A payload of {payload.nbytes} bytes arrived for {layout!r}.")
-        decoded = decode_extras(extras) if extras else {}
-        if tuple(sorted(decoded)) != layout.extras:
-            raise ProtocolError(
-                f"Extra state arrived for {sorted(decoded)}, but the layout lists {list(layout.extras)}."
-            )
-        return decoded
+        return decode_extras_of(layout, extras) if extras or layout.extras else {}
 
     def _refreshed_plan(self) -> DestinationPlan:
         self._plan = plan_for(self.destination, self._plan, self._read)

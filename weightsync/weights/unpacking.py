@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import WeightsForm
-from weightsync.weights.extra_state import decode_extras
+from weightsync.weights.extra_state import decode_extras_of
 from weightsync.weights.layout import Entry, Layout, extra_state_name, is_extra_state
 from weightsync.weights.packing import views
 from weightsync.weights.strategy import WeightStrategy
@@ -39,9 +39,7 @@ def present(
     """
     if payload.nbytes < layout.nbytes or not payload.c_contiguous:
         raise ProtocolError(f"A payload of {payload.nbytes} bytes arrived for {layout!r}.")
-    decoded = decode_extras(extras)
-    if tuple(sorted(decoded)) != layout.extras:
-        raise ProtocolError(f"Extra state arrived for {sorted(decoded)}, but the layout lists {list(layout.extras)}.")
+    decoded = decode_extras_of(layout, extras)
     fresh = [_empty(entry) for entry in layout.entries]
     if fresh:
         torch._foreach_copy_(fresh, views(layout, borrowed(address_of(payload), layout.nbytes)))

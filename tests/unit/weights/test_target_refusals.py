@@ -281,6 +281,8 @@ def test_extra_state_that_belies_its_layout_is_named() -> None:
 
     with pytest.raises(ProtocolError, match=r"Extra state arrived for \['other'\], but the layout lists \['counted'\]"):
         Target(trained(1)).stage(layout, payload, encode_extras({"other": 1}))
+    with pytest.raises(ProtocolError, match=r"Extra state arrived for \[\], but the layout lists \['counted'\]"):
+        Target(trained(1)).stage(layout, payload)
 
 
 class Unwritable(Tensor):

@@ -11,6 +11,7 @@ from torch import nn
 
 from weightsync.engine.packer import Packer
 from weightsync.errors import ProtocolError
+from weightsync.weights.extra_state import encode_extras
 from weightsync.weights.packing import digest_of
 from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.strategy import WeightStrategy
@@ -74,6 +75,14 @@ def test_a_payload_that_is_too_short_is_refused():
 
     with pytest.raises(ProtocolError, match="8 bytes"):
         present(packed.layout, packed.buffer.view[:8], packed.extras, WeightStrategy())
+
+
+@pytest.mark.parametrize("extras", [{}, {"": 1, "other": 2}], ids=["none", "surplus"])
+def test_extra_state_that_belies_its_layout_is_not_presented(extras):
+    packed = Packer().pack(Counting(3, 2))
+
+    with pytest.raises(ProtocolError, match=r"Extra state arrived for \[.*\], but the layout lists \[''\]"):
+        present(packed.layout, packed.buffer.view, encode_extras(extras), WeightStrategy())
 
 
 @pytest.mark.parametrize(
