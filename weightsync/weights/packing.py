@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import compress, repeat
 from operator import getitem, setitem
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ _get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
 OnWritten = Callable[[int, int], None]
 _Copy = Callable[[list[Tensor], list[Tensor]], object]
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def pack(
@@ -355,6 +356,14 @@ def digest_of_weights(weights: object, read: Callable[[object], Weights] = read_
     return digest_of(taken, layout_of(taken), encode_extras(taken.extras()))
 
 
+def uncompiled(function: Call) -> Call:
+    """The function, which torch's compiler skips with all that it calls: it fails half way in parts of it."""
+    reason = "weights are not written or hashed by compiled code"
+    found: Call = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return found
+
+
+@uncompiled
 def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:
     """Compute the `digest` that these weights would have when packed, using `CHUNK` bytes or the largest tensor's."""
     hashed, tensors, end = StreamedDigest(), ordered(weights, layout), 0

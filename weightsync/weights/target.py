@@ -27,7 +27,7 @@ from weightsync.weights.extra_state import ExtraState, decode_extras, decode_ext
 from weightsync.weights.layout import Layout
 from weightsync.weights.mapped import MappedPayload, MappedPayloads
 from weightsync.weights.meta_device import unshare
-from weightsync.weights.packing import Pieces, digest_of, movable, pack, scatter
+from weightsync.weights.packing import Pieces, digest_of, movable, pack, scatter, uncompiled
 from weightsync.weights.reading import ExtraSlot, Weights, layout_of, ordered, read_live, read_weights
 from weightsync.weights.tensors import Form, address_of, count_writes, on_cpu, past_dispatch_modes, past_modes, set_data
 
@@ -285,6 +285,7 @@ class Target:
         plan = plan.moved(mapped.form(plan.weights), mapped) if mapped else plan
         self._readers, self._plan, self._held = mapped.devices if mapped else (), plan, mapped
 
+    @uncompiled
     def apply(self, weights: object) -> None:
         """Stage and swap the given weights through a separate buffer, so that they may alias the destination.
 

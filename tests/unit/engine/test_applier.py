@@ -507,6 +507,21 @@ def test_a_version_goes_live_as_a_serving_block_begins_in_a_function_that_torch_
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_weights_given_by_hand_go_live_in_a_function_that_torch_compiles(pair: Pair) -> None:
+    """Compiled in part, the swap would fail half way, and leave a mix of old and new weights."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def applied(weights: Any) -> None:
+        pair.receiver.apply_weights(weights)
+
+    for fill in (1.0, 2.0):
+        applied(filled(pair.source, fill))
+        assert constants(pair.model.linear) == {fill}
+    torch._dynamo.reset()
+
+
 def test_where_torch_cannot_tell_whether_its_compiler_is_at_work_a_version_goes_live_all_the_same(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,3 +193,18 @@ def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
 
 def test_no_tensors_are_no_views() -> None:
     assert views(Layout(()), torch.empty(0, dtype=torch.uint8)) == []
+
+
+def test_weights_are_hashed_past_torchs_compiler() -> None:
+    """The default backend fails at tensors of inference mode, and torch is unusable in that thread from then on."""
+    weights = read_weights({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int64)})
+    layout, graphs = layout_of(weights), []
+    torch._dynamo.reset()
+
+    @torch.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    def hashed() -> bytes:
+        return digest_of(weights, layout, b"")
+
+    assert hashed() == digest_of(weights, layout, b"")
+    assert not graphs
+    torch._dynamo.reset()
