@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Mapping
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
-from weightsync.options import is_number, items_of
+from weightsync.options import is_number, items_of, switch
 from weightsync.protocol._tables import Delivery
 from weightsync.testing.coverage import Coverage
 from weightsync.testing.ending_scenarios import ENDING_SCENARIOS
@@ -34,6 +34,7 @@ def check_transport(
     unreachable: Mapping[str, str] | None = None,
     patience: float = 10.0,
     only: Collection[str] | None = None,
+    stop_at_first: bool = False,
 ) -> Conformance:
     """Check an adapter against the contract of links and the delivery that its links declare.
 
@@ -46,6 +47,7 @@ def check_transport(
             result lists them.
         patience: seconds to wait for an expected event before it counts as missing.
         only: the names of the scenarios to run. None runs all.
+        stop_at_first: whether no further scenario is run once one has broken a rule.
 
     Returns:
         What passed, and what was not reached and why.
@@ -59,6 +61,7 @@ def check_transport(
         raise ConfigurationError(f"factory= is {factory!r}: give a function of a model id that returns Ends.")
     if not is_number(patience) or not patience > 0:
         raise ConfigurationError(f"patience= is {patience!r}: give seconds, more than 0.")
+    switch(stop_at_first, "stop_at_first")
     declared = _declared(unreachable)
     chosen = _chosen(declared, only)
     probe = _required(factory("policy"))
@@ -74,6 +77,8 @@ def check_transport(
         found = _undeclared(scenario, probe) or _played(scenario, link_setup)
         broken += [found] if found else []
         passed += [] if found else [scenario.name]
+        if found and stop_at_first:
+            break
     _dispose(probe)
     conformance = Conformance(
         delivery, tuple(passed), tuple(broken), declared, beside, coverage.by_role(), coverage.unreached()

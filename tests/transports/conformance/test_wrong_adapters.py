@@ -492,6 +492,19 @@ def test_what_cannot_be_reached_and_is_not_declared_is_refused() -> None:
     assert "not reached: a cut: nothing can be cut here" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("stop_at_first", "broken"), [(False, ["several models", "a cut"]), (True, ["several models"])]
+)
+def test_the_check_ends_with_the_first_scenario_that_breaks_a_rule_if_so_asked(
+    stop_at_first: bool, broken: list[str]
+) -> None:
+    with pytest.raises(Nonconforming) as refused:
+        check_transport(
+            lambda model_id: Ends(*local_pair()), only=["a cut", "several models"], stop_at_first=stop_at_first
+        )
+    assert [each.scenario for each in refused.value.conformance.broken] == broken
+
+
 @pytest.mark.parametrize("bad", [{"no such scenario": "why"}, {"a cut": " "}])
 def test_declarations_are_checked(bad: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError):
@@ -508,6 +521,7 @@ def test_declarations_are_checked(bad: dict[str, str]) -> None:
         ({"only": ["handshake", 3]}, r"^only= is \['handshake', 3\]: give a list"),
         ({"patience": "10"}, r"^patience= is '10': give seconds, more than 0"),
         ({"patience": 0}, r"^patience= is 0: give seconds, more than 0"),
+        ({"stop_at_first": 1}, "^stop_at_first=1 is not a bool"),
     ],
 )
 def test_arguments_of_another_type_are_refused_before_anything_is_connected(given: dict[str, Any], match: str) -> None:
