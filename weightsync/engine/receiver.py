@@ -107,14 +107,12 @@ class WeightReceiver(Participant):
         self._listening.background_reader = background_reader
 
     def check_links(self) -> None:
-        """Check that a sender is linked, or may still be.
-
-        Raises:
-            StateError: the receiver is closed, or has no link yet.
-            SenderClosed: the sender closed the link cleanly.
-            TransportError: the sender is gone.
-        """
+        """Check that a sender is linked, or may still be. Raises StateError and TransportError as `receive` does."""
         self._listening.check()
+
+    def advise_on_another_sender(self, advice: str) -> None:
+        """Set what errors tell the user to do in order to receive from another sender."""
+        self._listening.another_sender = advice
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Apply the newest version that has arrived, and answer for it.

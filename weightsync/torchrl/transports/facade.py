@@ -384,7 +384,7 @@ class TransportFacade(Configured):
             self._require_open("receive_weights")
             if model_id not in self._receivers:
                 receiver = WeightReceiver(self._services)
-                receiver._listening.another_sender = _ANOTHER_SENDER
+                receiver.advise_on_another_sender(_ANOTHER_SENDER)
                 receiver.set_context(None, model_id)
                 receiver.register_worker_transport(None)
                 self._receivers[model_id] = receiver
