@@ -170,11 +170,11 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
         return MISSING  # a TorchRL collector that has a policy_factory and no policy
     except (AttributeError, LookupError, TypeError) as error:  # raised by a TorchRL collector without that path
         if not is_torchrls(context):
-            if type(error) is not KeyError:
+            if not isinstance(error, KeyError):
                 raise
             raise ModelPathError(  # a trainer is shown no more than its text
-                f"get_model({model_id!r}) of a {type(context).__name__} raised KeyError: {error}. Have it return the "
-                "model of that name, or give both sides the model_id of a model that it returns.",
+                f"get_model({model_id!r}) of a {type(context).__name__} raised {type(error).__name__}: {error}. Have "
+                "it return the model of that name, or give both sides the model_id of a model that it returns.",
                 model_id,
             ) from error
         if _at_init(given, context, model_id) is not MISSING:

@@ -9,7 +9,7 @@ import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -548,10 +548,22 @@ def test_what_get_model_raises_is_raised_and_no_other_model_is_sent(scheme_class
         worker.init_on_receiver(model_id="policy", pipe=ours, context=context, worker_idx=0)
 
 
-def test_a_get_model_that_does_not_know_the_id_is_named_with_what_to_do(scheme_class: Any) -> None:
+class UnknownModel(KeyError):
+    """What a context of the user's raises."""
+
+
+class Models(dict[str, nn.Module]):
+    def __missing__(self, key: str) -> NoReturn:
+        raise UnknownModel(key)
+
+
+@pytest.mark.parametrize(("models", "error"), [(dict, "KeyError"), (Models, "UnknownModel")])
+def test_a_get_model_that_does_not_know_the_id_is_named_with_what_to_do(
+    scheme_class: Any, models: Any, error: str
+) -> None:
     ours, _theirs = multiprocessing.Pipe()
-    context = SimpleNamespace(get_model={"policy": small(1.0)}.__getitem__)
-    said = r"get_model\('critic'\) of a SimpleNamespace raised KeyError: 'critic'. Have it return .* give both sides"
+    context = SimpleNamespace(get_model=models(policy=small(1.0)).__getitem__)
+    said = rf"get_model\('critic'\) of a SimpleNamespace raised {error}: 'critic'. Have it return .* give both sides"
     with scheme_class() as scheme, pytest.raises(ModelPathError, match=said):
         scheme.init_on_sender(model_id="critic", pipes=[ours], context=context)
     with scheme_class() as worker, pytest.raises(ModelPathError, match=said):
