@@ -194,19 +194,24 @@ def test_a_report_that_was_raised_travels(manager: Manager) -> None:
     assert not report.ok
 
 
-def test_any_other_error_is_reported_and_the_worker_serves_the_version(manager: Manager) -> None:
-    manager.result = ZeroDivisionError("planted")
+@pytest.mark.parametrize("error", [ZeroDivisionError("planted"), SyncError("planted")], ids=["any", "without a report"])
+def test_any_other_error_is_reported_and_the_worker_serves_the_version(manager: Manager, error: Exception) -> None:
+    manager.result = error
 
     with pytest.raises(SyncError, match="planted") as raised:
         manager.duo.send(2.0)
 
     outcome = raised.value.report[0]
     assert outcome.kind is OutcomeKind.APPLIED
+    assert (outcome.nested.model_id, outcome.nested.version) == ("policy", 2)
     assert outcome.nested[0].kind is OutcomeKind.ABANDONED
+    assert repr(error) in outcome.nested[0].reason
     assert "update_policy_weights_" in outcome.nested[0].remote_traceback
     assert manager.duo.model() == {2.0}
-    manager.result = None
-    assert manager.duo.send(3.0).ok
+    manager.result = "what is no report counts for nothing"
+    report = manager.duo.send(3.0)
+    assert report.ok
+    assert report[0].nested is None
 
 
 def test_a_forward_that_swaps_leaves_the_relaying_to_the_thread(manager: Manager) -> None:
@@ -264,6 +269,17 @@ def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(s
 
     assert isinstance(branch.handed, TensorDictBase)
     assert set(branch.handed["mark"].tolist()) == {1.0}
+    duo.end()
+
+
+def test_a_context_that_is_not_torchrls_is_handed_what_the_strategy_returns() -> None:
+    duo = Duo(SharedMemWeightSyncScheme, strategy="state_dict")
+    plain = Branch(None)
+    del plain._weight_sync_schemes
+    duo.connect(context=plain)
+
+    assert type(plain.handed) is dict
+    assert set(plain.handed["mark"].tolist()) == {1.0}
     duo.end()
 
 
@@ -366,8 +382,11 @@ class Counting(Leaf):
 
     policy_version_tracker = object()
     counted = 0
+    error: Exception | None = None
 
     def increment_version(self) -> None:
+        if self.error is not None:
+            raise self.error
         self.counted += 1
 
 
@@ -382,6 +401,11 @@ def test_a_collector_that_counts_versions_counts_each_before_it_is_answered_for(
         counted.append(counting.counted)
 
     assert counted == [1, 2, 3]
+    counting.error = ZeroDivisionError("planted")
+    with pytest.raises(SyncError, match="planted") as raised:
+        duo.send(4.0)
+    nested = raised.value.report[0].nested
+    assert (nested.model_id, nested.version, nested[0].kind) == ("policy", 4, OutcomeKind.ABANDONED)
     duo.end()
 
 

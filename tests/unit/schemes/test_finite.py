@@ -50,6 +50,7 @@ def test_values_of_every_dtype_are_seen(name: str) -> None:
         "fine": torch.ones(3).to(DTYPES[name]),
         "empty": torch.ones(0).to(DTYPES[name]),
         "count": torch.tensor(3),
+        "short": torch.tensor([7], dtype=torch.uint16),  # of which torch has no extremes
     }
     packer = Packer(finite_model_id="policy")
     packer.handed_over(packer.pack(weights))
@@ -61,7 +62,9 @@ def test_values_of_every_dtype_are_seen(name: str) -> None:
     packer.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128], ids=str
+)
 def test_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
     large = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
     packer = Packer(finite_model_id="policy")

@@ -27,6 +27,16 @@ from weightsync import (
 from weightsync.protocol.report_codec import decode_report, encode_report
 
 
+class Counted(nn.Module):
+    """A module with extra state."""
+
+    def get_extra_state(self) -> int:
+        return 5
+
+    def set_extra_state(self, state: int) -> None:
+        raise NotImplementedError
+
+
 def narrow(fill: float) -> nn.Module:
     """A model of float32 for the trainer, or of bfloat16 for a worker."""
     return small(fill) if fill else small(fill).bfloat16()
@@ -123,9 +133,12 @@ def test_a_copy_of_a_scheme_casts_as_the_scheme_does(duplicate: Any) -> None:
 def test_a_copy_target_holds_the_version_in_the_models_dtypes_or_in_those_that_are_sent(
     dtype: torch.dtype, names: str | None
 ) -> None:
-    model = small(1.0)
+    model = small(1.0).append(Counted())
     nn.init.normal_(model[0].weight)
-    copied = {name: torch.zeros_like(each) for name, each in cast(model.state_dict(), dtype).items()}
+    state = model.state_dict()
+    count = state.pop("3._extra_state")
+    copied: dict[str, Any] = {name: torch.zeros_like(each) for name, each in cast(state, dtype).items()}
+    copied["3._extra_state"] = 0
     ours, theirs = multiprocessing.Pipe()
     scheme = SharedMemWeightSyncScheme({"policy": copied}, wire_dtype="bfloat16")
     chosen = {} if names is None else {"names": names}
@@ -133,7 +146,8 @@ def test_a_copy_target_holds_the_version_in_the_models_dtypes_or_in_those_that_a
         scheme.init_on_sender("policy", pipes=[ours], model=model, **chosen)
         scheme.get_sender().send_async()
 
-        expected = cast(model.state_dict(), dtype)
+        assert copied.pop("3._extra_state") == (count if names is None else 0)
+        expected = cast(state, dtype)
         for name, tensor in copied.items():
             sent = names is None or name.startswith("0.")
             assert torch.equal(tensor, expected[name] if sent else torch.zeros_like(tensor))

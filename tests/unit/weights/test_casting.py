@@ -27,9 +27,20 @@ def test_the_option_is_a_torch_dtype_its_name_or_a_member(given: Any) -> None:
     assert wire_dtype_of(None) is None
 
 
-@pytest.mark.parametrize("given", ["int8", torch.int8, torch.float64, "half", 16])
-def test_another_dtype_is_refused_with_the_choices(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"wire_dtype=.* choose one of 'float32', 'bfloat16', 'float16'"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("int8", "'int8'"),
+        (torch.int8, "'int8'"),
+        (torch.float64, "'float64'"),
+        (torch.quint8, "'torch.quint8'"),
+        ("half", "'half'"),
+        (16, "16"),
+    ],
+)
+def test_another_dtype_is_refused_with_the_choices(given: Any, said: str) -> None:
+    choices = "choose one of 'float32', 'bfloat16', 'float16'"
+    with pytest.raises(ConfigurationError, match=f"wire_dtype={said} is unknown: {choices}"):
         wire_dtype_of(given)
 
 
@@ -117,7 +128,8 @@ def test_a_value_that_would_become_infinite_is_refused_by_name(
     ) as caught:
         packer.pack(weights)
 
-    assert f"wire_dtype='{wire_dtype.value}' was chosen. No version was sent" in str(caught.value)
+    advice = "wire_dtype='bfloat16' has the range of float32" if wire_dtype is HALF else "bring it into range"
+    assert f"wire_dtype='{wire_dtype.value}' was chosen. No version was sent: {advice}." in str(caught.value)
     assert set(caught.value.mismatched) == {"layer.weight"}
     assert statistics(packer._pool).pinned == 0
     tensor.fill_(float("inf"))

@@ -64,12 +64,37 @@ def test_the_part_that_fails_is_named(path: str, part: str, message: str) -> Non
     assert message in str(caught.value)
 
 
+class Unbuilt:
+    """A model that is made late."""
+
+    @property
+    def policy(self) -> nn.Module:
+        raise RuntimeError("call build() first")
+
+
+@pytest.mark.parametrize(
+    ("context", "reason"),
+    [
+        (SimpleNamespace(), "(a SimpleNamespace): 'types.SimpleNamespace' object has no attribute 'policy'. Set it"),
+        (Unbuilt(), "(a Unbuilt): RuntimeError: call build() first. Set it"),
+    ],
+    ids=["missing", "raises"],
+)
+def test_the_error_says_why_a_part_does_not_resolve(context: Any, reason: str) -> None:
+    with pytest.raises(ModelPathError) as caught:
+        _resolve_model(context, "policy")
+
+    assert reason in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "path", ["", ".", "a.", ".a", "a..b", "a[", "a[]", "a[x]", "a]0[", "[0]", "a[0]b", "a b", "a[0", "a\n"]
 )
 def test_malformed_paths_are_refused(path: str) -> None:
-    with pytest.raises(ModelPathError, match="is not a model path"):
+    with pytest.raises(ModelPathError, match="is not a model path") as caught:
         _resolve_model(CONTEXT, path)
+
+    assert (caught.value.path, caught.value.part) == (path, path)
 
 
 @pytest.mark.parametrize("path", [None, 3, b"a", ["a"]])
