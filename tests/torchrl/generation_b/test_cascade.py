@@ -340,7 +340,7 @@ def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
     relaying = Relaying({"policy": object()})
 
-    with pytest.raises(WeightSyncError, match="passes weights on to its own workers"):
+    with pytest.raises(WeightSyncError, match=r"on to its own workers, but the extra state of \[''\] cannot"):
         duo.connect(context=relaying, model=None)
 
     assert relaying.handed is None
@@ -362,7 +362,7 @@ def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connec
     monkeypatch.setattr(Background, "start", start_and_be_refused)
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
 
-    with pytest.raises(WeightSyncError, match="passes weights on to its own workers"):
+    with pytest.raises(WeightSyncError, match=r"on to its own workers, but the extra state of \[''\] cannot"):
         duo.connect(context=Relaying({"policy": object()}), model=None)
 
     duo.end()

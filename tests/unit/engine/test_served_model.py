@@ -7,6 +7,7 @@ import copy
 import multiprocessing
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -82,6 +83,12 @@ def test_a_relay_takes_whatever_is_sent(pair: Pair) -> None:
         name: tensor.dtype for name, tensor in pair.source.state_dict().items()
     }
     assert set(relay["0.weight"].flatten().tolist()) == {2.0}
+
+    before = weakref.ref(relay["0.weight"])
+    pair.receiver.digest()
+    pair.sync(filled(pair.source, 3.0))
+    assert set(relay["0.weight"].flatten().tolist()) == {3.0}
+    assert before() is None, "a relay keeps one version in memory"
 
 
 def rejoined(pair: Pair, fill: float) -> Any:

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, WeightStrategy
-from weightsync.weights.meta_device import fill_in
+from weightsync.weights.meta_device import fill_in, given_memory, is_on_meta, lacks_weights
 from weightsync.weights.reading import read_live
 from weightsync.weights.target import Mode, Target
 
@@ -73,6 +73,48 @@ def test_a_tensor_that_a_tensordict_shares_with_a_layer_stays_one_tensor() -> No
     assert model.held["weight"] is model.layer.weight
     assert model.layer.weight.isnan().all()
     assert model.layer.weight.requires_grad
+
+
+def test_a_model_that_is_all_in_a_tensordict_is_said_to_have_had_no_weights() -> None:
+    held = TensorDictParams(
+        TensorDict({"scale": torch.ones(2, device="meta"), "steps": torch.tensor([1], device="meta")})
+    )
+
+    assert is_on_meta(held)
+    assert fill_in(held)
+    assert not is_on_meta(held)
+    assert (held["scale"].isnan().tolist(), held["steps"].tolist()) == ([True, True], [0])
+
+
+def test_a_frozen_parameter_stays_frozen() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    model.weight.requires_grad_(False)
+
+    assert fill_in(model)
+    assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
+
+
+@pytest.mark.parametrize(("depth", "name"), [(0, "scale"), (1, "0.scale")])
+def test_a_buffer_that_no_update_has_is_refused_by_name(depth: int, name: str) -> None:
+    model: nn.Module = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)
+    if depth:
+        model = nn.Sequential(model)
+
+    with pytest.raises(LayoutError, match=f"^'{name}' is on the meta device and not persistent") as caught:
+        fill_in(model)
+    assert caught.value.mismatched == {name: "is on the meta device, and not persistent"}
+
+
+def test_a_model_has_no_weights_until_a_receiver_is_made_of_it() -> None:
+    model = nn.Linear(2, 2, device="meta")
+
+    with pytest.raises(RuntimeError, match="no receiver"), given_memory(model) as lacking:
+        raise RuntimeError(f"no receiver, lacking {lacking}")
+    assert lacks_weights(model)
+    with given_memory(model) as lacking:
+        assert lacking
+    assert not lacks_weights(model)
 
 
 def test_memory_is_given_in_the_order_that_a_tensor_had_so_that_a_worker_can_map_it() -> None:
