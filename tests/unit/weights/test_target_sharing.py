@@ -201,6 +201,7 @@ def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values(
     tensors = [whole[4:], whole.view(2, 4).t(), whole.view(torch.complex64).conj(), torch._neg_view(whole)]
     with torch.inference_mode():
         tensors.append(torch.empty(0).set_(whole.untyped_storage(), whole.storage_offset(), (8,), (1,)))
+    tensors.append(whole.view(torch.complex64))
 
     copies = copies_together(tensors, memory)
     memory.zero_()
@@ -208,6 +209,7 @@ def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values(
     assert [copy.tolist() for copy in copies[::3]] == [line[4:].tolist(), (-line).tolist()]
     assert torch.equal(copies[1], line.view(2, 4).t())
     assert (copies[1].stride(), copies[2][1].item(), copies[4].is_inference()) == ((1, 4), 2 - 3j, True)
+    assert copies[5][1].item() == 2 + 3j
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
 
 
@@ -240,6 +242,40 @@ def test_memory_that_is_shared_with_the_first_other_tensor_is_found_beside_other
     assert shared_with([base, base[:2]], [base[1:]]) == (0, 0)
     assert shared_with([base], [torch.ones(4), base[3:]]) == (0, 1)
     assert shared_with([base, base[:2]], [torch.ones(4)]) is None
+
+
+def test_memory_is_shared_with_all_that_lies_within_it() -> None:
+    base = torch.ones(8)
+
+    assert shared_with([base, base[1:2]], [base[3:4]]) == (0, 0)
+    assert sharing_of([base, base[1:2], torch.ones(8), base[3:4]]).overlaps == ((0, 1, 3),)
+
+
+class Placed:
+    """A tensor of four bytes, as far as it matters for what it shares memory with."""
+
+    itemsize, shape = 1, (4,)
+
+    def __init__(self, device: str, address: int) -> None:
+        self.device = torch.device(device)
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def numel(self) -> int:
+        return 4
+
+    def stride(self) -> tuple[int]:
+        return (1,)
+
+
+def test_tensors_on_different_devices_share_nothing_whatever_their_addresses() -> None:
+    here, there, behind = Placed("cpu", 64), Placed("cuda:0", 64), Placed("cuda:0", 68)
+
+    assert shared_with([here], [there]) is None  # type: ignore[list-item]
+    assert shared_with([Placed("cpu", 128), there], [behind]) is None  # type: ignore[list-item]
+    assert shared_with([here, there], [behind, Placed("cuda:0", 66)]) == (1, 1)  # type: ignore[list-item]
 
 
 def test_the_smallest_expanded_tensor_and_one_whose_rows_meet_in_one_place_are_found() -> None:
