@@ -105,6 +105,12 @@ def test_a_delta_that_is_larger_than_wanted_is_not_made() -> None:
     assert encode(old, new, 4, 8 * BLOCK - 1) is None
     assert encode(old, new, 4, 9 * BLOCK) is not None
 
+    few = bytearray(8 * BLOCK)
+    few[:: 4 * BLOCK // 100] = b"\1" * len(few[:: 4 * BLOCK // 100])
+    size, _ = applied(bytes(old), bytes(few), 4)
+    assert encode(old, memoryview(few), 4, size) is not None
+    assert encode(old, memoryview(few), 4, size - 1) is None
+
 
 def test_all_threads_find_what_is_in_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -142,13 +148,21 @@ def _delta(records: list[tuple[int, int]], rest: bytes, nbytes: int = 4 * BLOCK 
         _delta([(2, 1)], b"1234\0\0"),
         _delta([(1, 3)], b"1234" * 3),
         _delta([(1, 1), (0, 1)], b"1234" * 2 + b"\0\0" * 2),
+        _delta([(0, 1), (0, 1)], b"1234" * 2 + b"\0\0" * 2),
         _delta([(1, 1)], b"1234" + b"\3"),
         struct.pack("<QIHH", 4 * BLOCK + 8, 2**32 - 1, 4, 0),
         struct.pack("<QIHH", 4 * BLOCK + 8, 0, 4, 1),
     ],
     ids=[
         *("empty", "another size", "no word", "too long", "no positions", "nothing in a block", "a block too far"),
-        *("more than a block has", "blocks in another order", "another number of bits", "no room", "not zero"),
+        *(
+            "more than a block has",
+            "blocks in another order",
+            "a block twice",
+            "another number of bits",
+            "no room",
+            "not zero",
+        ),
     ],
 )
 def test_a_malformed_delta_is_refused(delta: bytes) -> None:
