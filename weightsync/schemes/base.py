@@ -267,8 +267,8 @@ class WeightSyncScheme(Configured):
                 f"the model {model_id!r} came without its weights (on the meta device), and names= receives only some "
                 "of them: make the model in the worker."
             )
-        with given_memory(model) as lacking:
-            self.init_on_worker(model_id, context, **kwargs)
+        lacking = given_memory(model)
+        self.init_on_worker(model_id, context, **kwargs)
         self._receiver_side.on_meta_device = lacking
 
     def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:

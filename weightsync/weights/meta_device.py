@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Final
 
 import torch
@@ -53,21 +52,20 @@ def fill_in(module: nn.Module) -> bool:
     return bool(filled) or any(given)
 
 
-@contextlib.contextmanager
-def given_memory(model: object) -> Iterator[bool]:
-    """Fill in a module, for a receiver that the block makes of it; yields whether it has no weights yet.
+def given_memory(model: object) -> bool:
+    """Fill in a module, of which a receiver will be made; whether it has no weights yet.
 
-    If the block raises, the module has memory but still no weights, and the next call says so again.
+    That was perhaps tried before: a module that was filled in has none until a version is applied to it.
 
     Raises:
         LayoutError: as `fill_in`.
     """
-    lacking = isinstance(model, nn.Module) and (fill_in(model) or lacks_weights(model))
-    if lacking:
-        assert isinstance(model, nn.Module)
-        _unused[id(model)] = model
-    yield lacking
-    _unused.pop(id(model), None)
+    if not isinstance(model, nn.Module):
+        return False
+    if fill_in(model):
+        _filled_in[id(model)] = model
+        return True
+    return lacks_weights(model)
 
 
 def _refuse_offloaded(module: nn.Module) -> None:
@@ -88,12 +86,19 @@ _ACCELERATES_HOOK: Final = "_hf_hook"
 
 
 def lacks_weights(module: nn.Module) -> bool:
-    """Whether a module is on the meta device, or was given memory for a receiver that could not be made."""
-    return _unused.get(id(module)) is module or is_on_meta(module)
+    """Whether a module is on the meta device, or was given memory that nothing has been written into since."""
+    if _filled_in.get(id(module)) is not module or is_on_meta(module):
+        return is_on_meta(module)
+    return any(map(_is_nan, (*module.parameters(), *module.buffers())))
 
 
-#: The modules that were given memory and are in no receiver, by id.
-_unused: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+#: The modules that were given memory, by id.
+_filled_in: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def _is_nan(tensor: Tensor) -> bool:
+    """Whether all numbers are NaN, as in memory that was just given."""
+    return tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.detach().float().isnan().all())
 
 
 def _fill_in_place(owner: TensorDictParams) -> bool:

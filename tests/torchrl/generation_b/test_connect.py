@@ -826,6 +826,27 @@ def test_a_model_has_no_weights_after_an_init_that_was_refused_either() -> None:
             receiving.connect(timeout=PATIENCE)
 
 
+def test_a_model_without_weights_still_has_none_when_its_worker_tries_again() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    source = nn.Linear(2, 2)
+    for sent, said in (
+        (None, "came without its weights"),
+        (None, "came without its weights"),
+        (source, ""),
+        (None, ""),
+    ):
+        ours, theirs = multiprocessing.Pipe()
+        with MultiProcessWeightSyncScheme() as sending, MultiProcessWeightSyncScheme() as receiving:
+            receiving.init_on_receiver(model_id="policy", model=model, worker_idx=0, pipe=theirs)
+            sending.init_on_sender(model_id="policy", pipes=[ours], model=sent)
+            refused = pytest.raises(ConfigurationError, match=said) if said else contextlib.nullcontext()
+            with refused, connecting(sending):
+                receiving.connect(timeout=PATIENCE)
+
+    assert torch.equal(model.weight, source.weight)
+
+
 @contextlib.contextmanager
 def connecting(sending: Any) -> Iterator[None]:
     """Connect the trainer's scheme during the block, though its worker may end in the block."""

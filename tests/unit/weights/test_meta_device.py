@@ -106,15 +106,16 @@ def test_a_buffer_that_no_update_has_is_refused_by_name(depth: int, name: str) -
     assert caught.value.mismatched == {name: "is on the meta device, and not persistent"}
 
 
-def test_a_model_has_no_weights_until_a_receiver_is_made_of_it() -> None:
-    model = nn.Linear(2, 2, device="meta")
+def test_a_model_that_was_given_memory_has_no_weights_until_they_are_written() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
 
-    with pytest.raises(RuntimeError, match="no receiver"), given_memory(model) as lacking:
-        raise RuntimeError(f"no receiver, lacking {lacking}")
     assert lacks_weights(model)
-    with given_memory(model) as lacking:
-        assert lacking
+    assert [given_memory(model) for _ in range(2)] == [True, True]
+    assert lacks_weights(model)
+    Target(model).apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert not lacks_weights(model)
+    assert not given_memory(model)
+    assert not given_memory(nn.Linear(2, 2).requires_grad_(False).apply(lambda each: each.weight.fill_(torch.nan)))
 
 
 def test_memory_is_given_in_the_order_that_a_tensor_had_so_that_a_worker_can_map_it() -> None:
