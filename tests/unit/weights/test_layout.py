@@ -94,11 +94,28 @@ def test_a_claim_of_four_billion_tensors_is_refused_at_once() -> None:
         Layout.decode(b"WSL\x01" + b"\xff\xff\xff\xff" * 3)
 
 
-def test_an_impossible_shape_is_refused() -> None:
-    layout = Layout([("a", "uint8", (1 << 62, 4))])
+@pytest.mark.parametrize("shape", [(1 << 62, 0), (1 << 62,), (1,) * 64], ids=["no elements", "elements", "dimensions"])
+def test_the_largest_shapes_are_not_refused(shape: tuple[int, ...]) -> None:
+    layout = Layout([("a", "uint8", shape)])
 
-    with pytest.raises(ProtocolError, match="impossible shape"):
+    assert Layout.decode(layout.encode()) == layout
+
+
+@pytest.mark.parametrize("shape", [(1 << 62, 4), ((1 << 62) + 1, 0), (1,) * 65])
+def test_an_impossible_shape_is_refused(shape: tuple[int, ...]) -> None:
+    layout = Layout([("a", "uint8", shape)])
+
+    with pytest.raises(ProtocolError, match="impossible shape") as caught:
         Layout.decode(layout.encode())
+    assert caught.value.unread == layout.encode()
+
+
+def test_tensors_in_another_sequence_than_a_layout_has_are_refused() -> None:
+    swapped = Layout([("a", "uint8", (1,)), ("b", "uint8", (1,))]).encode().translate(bytes.maketrans(b"ab", b"ba"))
+
+    with pytest.raises(ProtocolError, match="not in canonical form") as caught:
+        Layout.decode(swapped)
+    assert caught.value.unread == swapped
 
 
 @given(layouts)
@@ -173,8 +190,9 @@ def test_a_layout_is_summed_up_in_a_line() -> None:
 
 
 def test_a_name_that_occurs_twice_is_refused() -> None:
-    with pytest.raises(LayoutError, match="'a' occurs twice"):
+    with pytest.raises(LayoutError, match="'a' occurs twice") as caught:
         Layout([("a", "float32", ()), ("a", "int8", (3,))])
+    assert caught.value.unexpected == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +204,12 @@ def test_a_name_that_occurs_twice_is_refused() -> None:
             "bfloat16",
             "give the trainer's scheme wire_dtype='float32', or cast the worker's model with model.to(torch.bfloat16). "
             "If the trainer's model is bfloat16 itself, only that cast helps: wire_dtype= widens nothing.",
+        ),
+        (
+            "bfloat16",
+            "float16",
+            "give the trainer's scheme wire_dtype='bfloat16', or cast the worker's model with model.to(torch.float16). "
+            "If the trainer's model is float16 itself, only that cast helps: wire_dtype= widens nothing.",
         ),
         ("bfloat16", "float32", "wire_dtype='bfloat16', or cast the worker's model with model.to(torch.float32)."),
         ("float32", "complex64", "same dtype: cast the worker's model with model.to(torch.complex64)."),
@@ -201,8 +225,24 @@ def test_the_error_of_another_dtype_advises_only_what_torch_and_the_wire_can_do(
     error = Layout([("a", wanted, (2,))]).misfit(Layout([("a", given, (2,))]))
 
     assert str(error).endswith(said)
+    assert (error.missing, error.unexpected) == ((), ())
+    assert error.mismatched == {"a": f"dtype {given}, expected {wanted}"}
+
+
+def test_only_weights_of_a_part_of_the_model_or_of_more_than_it_are_told_of_names() -> None:
+    whole = Layout([("a", "float32", (2,)), ("b", "float32", (2,))])
+    part, renamed = Layout([("a", "float32", (2,))]), Layout([("a", "float32", (2,)), ("c", "float32", (2,))])
+    reshaped = Layout([("a", "float32", (3,))])
+
+    fewer, more, others, both = whole.misfit(part), part.misfit(whole), whole.misfit(renamed), whole.misfit(reshaped)
+
+    assert all(str(error).endswith("give trainer and worker the same names=.") for error in (fewer, more))
+    assert [(error.missing, error.unexpected) for error in (fewer, more)] == [(("b",), ()), ((), ("b",))]
+    assert not any("names=" in str(error) for error in (others, both))
+    assert (both.missing, set(both.mismatched)) == (("b",), {"a"})
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(LayoutError, match="'a' has the dtype qint8"):
+    with pytest.raises(LayoutError, match="'a' has the dtype qint8") as caught:
         Layout([("a", "qint8", (3,))])
+    assert caught.value.mismatched == {"a": "qint8"}
