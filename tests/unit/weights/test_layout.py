@@ -7,7 +7,7 @@ import pickle
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightsync import LayoutError, ProtocolError
@@ -21,6 +21,7 @@ specs = st.lists(
 layouts = st.builds(Layout, specs, st.lists(names, max_size=4, unique=True))
 
 
+@example(Layout([("any text \ud800", "float32", (2,))], ["\udfff"]))
 @given(layouts)
 def test_a_layout_comes_back_from_its_bytes(layout: Layout) -> None:
     decoded = Layout.decode(layout.encode())
