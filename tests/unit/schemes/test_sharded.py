@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +22,22 @@ from weightsync import (
     ConfigurationError,
     LayoutError,
     MultiProcessWeightSyncScheme,
+    OnFailure,
     OutcomeKind,
     RefusedError,
     SenderClosed,
     StateError,
     SyncError,
+    SyncReport,
     TransportError,
     send_sharded,
 )
+from weightsync.clock import Deadline
+from weightsync.protocol.report import Outcome
+from weightsync.protocol.report_codec import encode_report
+from weightsync.schemes.sharded import GRACE, _Limit, _report_from_sender
 from weightsync.weights.reading import read_weights
+from weightsync.weights.sharded import ShardedWeights
 
 pytestmark = pytest.mark.gloo
 
@@ -74,6 +82,7 @@ def register_shards(setup: WorkerSetup) -> list[str]:
         ("weights", held),
         ("weights", {"inner": held}),
         ("source_model", TensorDict(held)),
+        ("source_model", TensorDict({"inner": held})),
         ("cached_weights", held),
     ]
     errors = []
@@ -157,6 +166,33 @@ def send_within_another_group(setup: WorkerSetup, rank: int) -> None:
         send_sharded(None, setup.model, group=group, timeout=PATIENCE)
 
 
+class Counted(nn.Linear):
+    """Has extra state."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def send_counted(setup: WorkerSetup, rank: int, alone: bool) -> Any:
+    """Send from a group that has rank 0 alone, or from all ranks."""
+    torch.manual_seed(3)
+    counted = Counted(2, 2)
+    counted.count = 7
+    group = dist.new_group([0]) if alone else None
+    if rank == 0 or not alone:
+        return send_sharded(setup.scheme, nn.Sequential(counted), group=group, timeout=PATIENCE)
+    return None
+
+
+def send_to_another(setup: WorkerSetup) -> None:
+    send_sharded(setup.scheme, setup.model, 7, timeout=PATIENCE)
+
+
 def send_closed(setup: WorkerSetup) -> None:
     setup.scheme.close()
     send(setup)
@@ -213,6 +249,10 @@ def fail_while_gathering(setup: WorkerSetup, dies: bool) -> str:
     return "raised"
 
 
+def gathers_among(setup: WorkerSetup) -> list[list[int]]:
+    return [dist.get_process_group_ranks(group) for group in ShardedWeights(setup.model).groups]
+
+
 def timeouts(setup: WorkerSetup) -> float:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     return backend.options._timeout.total_seconds()
@@ -263,6 +303,7 @@ def ranks(crew: Crew, tmp_path: Path) -> Iterator[Ranks]:
 
 
 def test_whole_weights_reach_the_worker_and_every_rank_returns_the_report(ranks: Ranks) -> None:
+    assert ranks.do(gathers_among) == [[[0, 1]], [[0, 1]]]
     ordinary = ranks.do(timeouts)
     first = ranks.do(send)
 
@@ -294,7 +335,7 @@ def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
 
 def test_shards_are_refused_as_what_a_scheme_would_send_by_itself(ranks: Ranks) -> None:
     errors = ranks.ranks[0].do(register_shards)
-    assert len(errors) == 5
+    assert len(errors) == 6
     assert all("weightsync.send_sharded(scheme, model) on every rank" in each for each in errors)
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
@@ -355,11 +396,31 @@ def test_a_rank_outside_of_the_group_is_told_so(ranks: Ranks) -> None:
     assert "not in the process group" in str(found[1])
 
 
+def test_a_group_of_some_ranks_sends_without_the_others(crew: Crew, tmp_path: Path) -> None:
+    destination = nn.Sequential(Counted(2, 2))
+    ranks = Ranks(crew, tmp_path, destination)
+    for alone in (True, False):
+        for rank, each in enumerate(ranks.ranks):
+            each.tell(send_counted, rank, alone)
+        ranks.receive()
+        found = [_outcome(each) for each in ranks.ranks]
+        assert found[0].ok
+        assert found[1] is None if alone else found[1].ok
+
+    assert destination[0].count == 7
+    ranks.scheme.close()
+
+
 def test_a_failed_send_is_raised_on_every_rank(crew: Crew, tmp_path: Path) -> None:
     ranks = Ranks(crew, tmp_path, nn.Linear(2, 2))
     reports = ranks.do(send, PATIENCE, "report")
     assert [report[0].kind for report in reports] == [OutcomeKind.REFUSED, OutcomeKind.REFUSED]
     assert [type(error) for error in ranks.do(send)] == [RefusedError, RefusedError]
+
+    found = ranks.do(send_to_another)
+    assert [type(error) for error in found] == [ConfigurationError, SyncError]
+    assert "7" in str(found[0])
+    assert str(found[0]) in str(found[1])
 
     found = ranks.do(send_closed)
     assert type(found[1]) is SyncError
@@ -413,6 +474,43 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks: Ranks
         ranks.ranks[0].do(send, 0.3)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.empty(2, device="meta"), "is on the meta device"),
+        (torch.empty(2, dtype=torch.bits8), "has the dtype torch.bits8, which cannot be sent"),
+    ],
+    ids=["meta", "bits8"],
+)
+def test_what_cannot_be_sent_even_whole_is_refused_by_name(tensor: torch.Tensor, said: str) -> None:
+    with pytest.raises(LayoutError, match=f"^'b' {said}") as caught:
+        ShardedWeights({"a": torch.ones(2), "b": tensor})
+    assert said in caught.value.mismatched["b"]
+
+
 def test_without_a_process_group_it_says_so() -> None:
     with pytest.raises(ConfigurationError, match="init_process_group"):
         send_sharded(None, nn.Linear(1, 1))
+
+
+def test_the_other_ranks_are_told_of_the_failure_of_an_update_before_this_one() -> None:
+    report = SyncReport(model_id="policy", version=2, incarnation=1, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
+    sent = {"report": encode_report(report).decode(), "error": "version 1 was refused"}
+
+    with pytest.raises(SyncError, match=r"^version 1 was refused$") as caught:
+        _report_from_sender(sent, 3, OnFailure.RAISE)
+    assert (caught.value.report.version, caught.value.report.sent_by_rank) == (2, 3)
+    assert _report_from_sender(sent, 3, OnFailure.REPORT) == caught.value.report
+
+
+def test_a_collective_is_given_the_time_that_is_left_and_a_grace_for_the_report() -> None:
+    given: list[float] = []
+    backend = SimpleNamespace(_set_default_timeout=lambda timeout: given.append(timeout.total_seconds()))
+
+    for deadline, grace in ((5.0, ()), (5.0, (GRACE,)), (0.0, ()), (None, (GRACE,))):
+        _Limit([backend], Deadline(deadline))(*grace)
+
+    left, with_grace, over = given
+    assert 0.0 < left <= 5.0
+    assert 10.0 < with_grace <= 15.0
+    assert over == 0.001
