@@ -35,7 +35,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.protocol.report import Outcome
 from weightsync.protocol.report_codec import encode_report
-from weightsync.schemes.sharded import GRACE, _Limit, _report_from_sender
+from weightsync.schemes.sharded import GRACE, _failure_of, _Limit, _report_from_sender
 from weightsync.weights.reading import read_weights
 from weightsync.weights.sharded import ShardedWeights
 
@@ -189,6 +189,24 @@ def send_counted(setup: WorkerSetup, rank: int, alone: bool) -> Any:
     return None
 
 
+def send_what_cannot_be_sent(setup: WorkerSetup) -> None:
+    send_sharded(setup.scheme, {"other": torch.zeros(3, device="meta")}, timeout=PATIENCE)
+
+
+def time_left(setup: WorkerSetup) -> float:
+    """The timeout of the send itself; 0: this rank sends nothing."""
+    shipped, given = MultiProcessWeightSyncScheme.send, []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        given.append(options.get("timeout"))
+        return shipped(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MultiProcessWeightSyncScheme, "send", noted)
+        send(setup)
+    return given[0] if given else 0.0
+
+
 def send_to_another(setup: WorkerSetup) -> None:
     send_sharded(setup.scheme, setup.model, 7, timeout=PATIENCE)
 
@@ -317,6 +335,9 @@ def test_whole_weights_reach_the_worker_and_every_rank_returns_the_report(ranks:
     assert [report.version for report in ranks.do(send)] == [2, 2]
     for name, tensor in ranks.model.named_parameters():
         assert torch.equal(tensor, 2 * want[name]), name
+    left, nothing = ranks.do(time_left)
+    assert 0.0 < left <= PATIENCE
+    assert nothing == 0.0
     assert ranks.do(timeouts) == ordinary
 
 
@@ -347,6 +368,14 @@ def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks)
     found = [_outcome(each) for each in ranks.ranks]
     assert [type(error) for error in found] == [LayoutError, LayoutError]
     assert "Ranks [1] hold a model with other names" in str(found[0])
+
+    ranks.ranks[1].tell(send_what_cannot_be_sent)
+    ranks.ranks[0].tell(send)
+    ranks.receive()
+    found = [_outcome(each) for each in ranks.ranks]
+    assert [type(error) for error in found] == [LayoutError, LayoutError]
+    assert "Ranks [1] hold weights that cannot be sent" in str(found[0])
+    assert "'other' is on the meta device" in str(found[1])
 
     ranks.ranks[1].tell(send_as_two, 1)
     ranks.ranks[0].tell(send)
@@ -494,10 +523,12 @@ def test_without_a_process_group_it_says_so() -> None:
 
 
 def test_the_other_ranks_are_told_of_the_failure_of_an_update_before_this_one() -> None:
-    report = SyncReport(model_id="policy", version=2, incarnation=1, outcomes={0: Outcome(kind=OutcomeKind.APPLIED)})
-    sent = {"report": encode_report(report).decode(), "error": "version 1 was refused"}
+    refused, applied = ({0: Outcome(kind=kind)} for kind in (OutcomeKind.REFUSED, OutcomeKind.APPLIED))
+    before = SyncReport(model_id="policy", version=1, incarnation=1, outcomes=refused)
+    report = SyncReport(model_id="policy", version=2, incarnation=1, outcomes=applied, previous=before)
+    sent = {"report": encode_report(report).decode(), "error": _failure_of(report)}
 
-    with pytest.raises(SyncError, match=r"^version 1 was refused$") as caught:
+    with pytest.raises(SyncError, match=re.escape(str(report.error()))) as caught:
         _report_from_sender(sent, 3, OnFailure.RAISE)
     assert (caught.value.report.version, caught.value.report.sent_by_rank) == (2, 3)
     assert _report_from_sender(sent, 3, OnFailure.REPORT) == caught.value.report
