@@ -143,6 +143,11 @@ def test_differences_are_listed_by_name() -> None:
     )
     assert pickle.loads(pickle.dumps(error)).missing == error.missing
 
+    state, tensor = Layout([], ["a"]), Layout([("a._extra_state", "float32", (3,))])
+    for one, other in ((state, tensor), (tensor, state)):
+        found = one.difference(other)
+        assert found.mismatched == {"a._extra_state": "a tensor on one side, extra state on the other"}
+
 
 def test_a_wrappers_prefix_is_pointed_out() -> None:
     plain = Layout([("a.w", "float32", (3,)), ("b", "float32", (2,))])
