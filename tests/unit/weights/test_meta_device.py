@@ -107,14 +107,16 @@ def test_a_buffer_that_no_update_has_is_refused_by_name(depth: int, name: str) -
 
 
 def test_a_model_that_was_given_memory_has_no_weights_until_they_are_written() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(2, 2))
+    model.empty = nn.Parameter(torch.empty(0))
 
     assert lacks_weights(model)
     assert [given_memory(model) for _ in range(2)] == [True, True]
     assert lacks_weights(model)
-    Target(model).apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    Target(model).apply({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
     assert not lacks_weights(model)
     assert not given_memory(model)
+    assert not given_memory("a.path")
     assert not given_memory(nn.Linear(2, 2).requires_grad_(False).apply(lambda each: each.weight.fill_(torch.nan)))
 
 
