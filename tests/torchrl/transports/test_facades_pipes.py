@@ -9,6 +9,8 @@ import pickle
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,6 +39,8 @@ from weightsync import (
     WeightStrategy,
     WorkerLostError,
 )
+from weightsync.clock import Deadline
+from weightsync.torchrl.transports import facade
 
 
 def filled(fill: float) -> dict[str, torch.Tensor]:
@@ -203,6 +207,38 @@ def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: End
         ends.trainer.wait_ack()
 
 
+def test_the_first_weights_are_waited_for_as_long_as_the_transport_says_and_written_where_the_call_says(
+    ends: Ends,
+) -> None:
+    ends.worker.timeout = 0.02
+    assert ends.worker.setup_connection_and_weights_on_receiver(worker_idx=0) is None
+    buffer, model = filled(0.0), torch.nn.Linear(3, 2)
+    ends.trainer.send_weights_async(filled(4.0))
+    ends.worker.timeout = PATIENCE
+
+    found = ends.worker.setup_connection_and_weights_on_receiver(
+        worker_idx=0, weights=buffer, model=model, strategy="state_dict"
+    )
+
+    assert 4.0 == value(found[1]) == value(buffer) == value(model.state_dict())
+
+
+def test_weights_are_waited_for_a_second_in_generation_a_and_without_end_in_b(
+    ends: Ends, queues: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Any] = []
+
+    def noted(timeout: Any) -> Deadline:
+        waits.append(timeout)
+        return Deadline(0.0)
+
+    monkeypatch.setattr(facade, "Deadline", noted)
+    for worker in (ends.worker, MPTransport(*queues)):
+        assert worker.receive_weights() is None
+
+    assert [1.0, None] == waits
+
+
 class Renaming(WeightStrategy):
     """A user's strategy, which may rename the entries that it applies."""
 
@@ -268,6 +304,15 @@ def test_a_late_joiner_is_handed_the_newest(hurried: Ends) -> None:
     assert 2.0 == value(hurried.worker.receive_weights()[1])
 
 
+def test_a_send_says_how_long_it_waits_and_may_return_its_failure(hurried: Ends, queues: list[Any]) -> None:
+    for trainer in (hurried.trainer, MPTransport(*queues, 0.02)):
+        report = trainer.send_weights(filled(1.0), on_failure="report")
+        assert OutcomeKind.TIMED_OUT is report[0].kind
+        with pytest.raises(ConfigurationError, match="timeout= is '1'"):
+            trainer.send_weights(filled(2.0), timeout="1")
+        trainer.close()
+
+
 def test_what_was_acked_is_sent_to_a_closed_end_no_more(ends: Ends) -> None:
     ends.worker.close()
     with pytest.raises(StateError):
@@ -299,6 +344,31 @@ def test_a_wait_ends_when_the_transport_is_closed(ends: Ends, queues: list[Any],
         monkeypatch.setattr(worker, "_arrived", functools.partial(_closing, worker))
         with pytest.raises(StateError, match="the MPTransport is closed and allows close"):
             worker.receive_weights(timeout=1.0)
+
+
+def test_a_wait_of_another_thread_ends_at_once_when_the_transport_is_closed(ends: Ends, queues: list[Any]) -> None:
+    for worker in (ends.worker, MPTransport(*queues)):
+        with ThreadPoolExecutor(1) as beside:
+            receiving = beside.submit(worker.receive_weights, PATIENCE)
+            with pytest.raises(StillWaiting):
+                receiving.result(0.05)
+            worker.close()
+            with pytest.raises(StateError, match="closed"):
+                receiving.result(PATIENCE / 2)
+
+
+def test_a_with_block_that_an_error_leaves_tells_the_trainer_which(ends: Ends) -> None:
+    def work() -> None:
+        with ends.worker:
+            ends.worker.receive_weights()
+            raise LookupError("the worker's own")
+
+    ends.trainer.send_weights_async(filled(1.0))
+    with pytest.raises(LookupError, match="the worker's own"):
+        work()
+
+    with pytest.raises(WorkerLostError, match="the worker's own"):
+        ends.trainer.wait_ack()
 
 
 def test_a_transport_that_was_closed_says_so_and_hides_no_error(ends: Ends) -> None:
@@ -529,6 +599,14 @@ def test_a_trainer_that_is_gone_ends_a_wait_for_ever_over_queues(queues: list[An
         # Later calls raise at once.
         with pytest.raises(SenderClosed, match="To receive from another sender, make a new transport, over a new pipe"):
             worker.receive_weights(timeout=0.0)
+
+
+def test_a_transport_over_queues_is_connected_and_has_no_pipe(queues: list[Any]) -> None:
+    for transport in (MPTransport(*queues), MPTransport(weight_queue=queues[0], ack_queue=queues[1])):
+        assert transport.check_connection()
+        with pytest.raises(ConfigurationError, match="no pipe"):
+            _ = transport.pipe
+    assert not MPTransport(ack_queue=queues[1]).check_connection()
 
 
 def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:

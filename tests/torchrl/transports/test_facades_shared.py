@@ -17,6 +17,7 @@ from weightsync import (
     ConfigurationError,
     LayoutError,
     MPTransport,
+    OutcomeKind,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
     State,
@@ -54,6 +55,35 @@ def test_without_workers_a_send_fills_the_buffer_where_it_lies() -> None:
     report = transport.send_weights("policy", filled(3.0))
 
     assert ({3.0}, where, 0) == (values(buffer), buffer["weight"].data_ptr(), len(report))
+
+
+def test_without_workers_both_sends_fill_the_buffer_of_the_model_however_it_is_named() -> None:
+    transport = SharedMemTransport(known := {})
+    for send in (transport.send_weights, transport.send_weights_async):
+        for args, named in (
+            (("value", filled(1.0)), {}),
+            ((filled(2.0), "value"), {}),
+            ((filled(3.0),), {"model_id": "value"}),
+            ((), {"model_id": "value", "weights": filled(4.0)}),
+        ):
+            (wanted,) = (values(given) for given in (*args, *named.values()) if given != "value")
+            report = send(*args, **named)
+            assert ("value", 0, wanted) == (report.model_id, len(report), values(known["value"]))
+
+    assert {"value"} == known.keys()
+    assert ("policy", 0) == (transport.check_ack().model_id, len(transport.check_ack()))
+
+
+def test_without_a_pipe_a_worker_applies_the_buffer_that_it_is_given_if_it_is_given_all_three() -> None:
+    transport, buffer, model = SharedMemTransport(), filled(3.0), torch.nn.Linear(3, 2)
+    before = constants(model)
+    assert transport.receive_weights(weights=buffer, model=model) is None
+    assert transport.receive_weights(weights=buffer, strategy="state_dict") is None
+    assert transport.receive_weights(model=model, strategy="state_dict") is None
+    assert before == constants(model)
+
+    assert transport.receive_weights(weights=buffer, model=model, strategy="state_dict") is buffer
+    assert {3.0} == constants(model)
 
 
 def test_a_model_that_is_sent_first_gets_a_buffer_in_shared_memory_which_later_sends_fill() -> None:
@@ -122,6 +152,30 @@ def test_workers_get_each_version_over_their_pipes_and_ack_it(pipes: list[Any]) 
         assert trainer.check_connection()
     for worker in workers:
         worker.close()
+
+
+def test_what_a_call_says_holds_for_the_workers_behind_pipes_too(pipes: list[Any]) -> None:
+    with SharedMemTransport(timeout=0.02) as trainer, SharedMemTransport() as worker:
+        trainer.register_pipe(pipes[0][0])
+        worker.register_pipe(pipes[0][1])
+        trainer.send_weights_async(model_id="value", weights=filled(1.0))
+        buffer, model = filled(0.0), torch.nn.Linear(3, 2)
+        assert "value" == worker.receive_weights(PATIENCE, weights=buffer, model=model, strategy="state_dict")[0]
+        assert {1.0} == values(buffer) == constants(model)
+        worker.send_ack("done")
+        trainer.timeout = PATIENCE
+        assert trainer.check_ack("done").model_id == "value"
+
+        trainer.timeout = 0.02
+        report = trainer.send_weights(model_id="value", weights=filled(2.0), on_failure="report")
+        assert ("value", OutcomeKind.TIMED_OUT) == (report.model_id, report[0].kind)
+        assert "value" == worker.receive_weights(PATIENCE)[0]
+        for call in (
+            lambda: trainer.send_weights("value", filled(3.0), timeout="1"),
+            lambda: worker.receive_weights("1"),
+        ):
+            with pytest.raises(ConfigurationError, match="timeout= is '1'"):
+                call()
 
 
 def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None:
@@ -198,6 +252,46 @@ def test_generation_b_hands_each_worker_its_buffer() -> None:
     assert found is params_map[1]
     with pytest.raises(RuntimeError):
         transport.setup_connection_and_weights_on_receiver(worker_idx=2)
+
+
+def test_generation_b_a_worker_applies_its_buffer_if_it_is_given_a_model_and_a_strategy() -> None:
+    queues: dict[int, queue.Queue[Any]] = {1: queue.Queue()}
+    transport = SharedMemTransport()
+    transport.register_weights({1: (buffer := filled(3.0))}, queues)
+    written, kept = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    before = constants(kept)
+    for model, strategy in ((written, "state_dict"), (kept, None), (None, "state_dict")):
+        transport.setup_connection_and_weights_on_sender()
+        found = transport.setup_connection_and_weights_on_receiver(worker_idx=1, model=model, strategy=strategy)
+        assert found is buffer
+
+    assert ({3.0}, before) == (constants(written), constants(kept))
+    with pytest.raises(queue.Empty):
+        transport.setup_connection_and_weights_on_receiver(worker_idx=1, timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((), {}),
+        (("policy",), {}),
+        ((), {"weights": filled(0.0)}),
+        (("policy",), {"params_map": {0: filled(0.0)}}),
+        (("policy", filled(0.0)), {"params_map": {0: filled(0.0)}}),
+        (("policy", filled(0.0)), {"init_queues": {0: None}}),
+        (({0: filled(0.0)},), {"params_map": {0: filled(0.0)}}),
+        (({0: filled(0.0)}, {0: None}), {"init_queues": {0: None}}),
+        (([filled(0.0)],), {}),
+    ],
+)
+def test_what_is_the_registration_of_neither_generation_is_refused(given: Any, named: Any) -> None:
+    transport = SharedMemTransport(known := {})
+
+    with pytest.raises(ConfigurationError, match=r"takes \(model_id, weights\), or"):
+        transport.register_weights(*given, **named)
+    assert not known
+    with pytest.raises(StateError):
+        _ = transport.unique_weights
 
 
 def test_fault_07_a_send_to_some_never_changes_a_buffer_of_others() -> None:
@@ -279,6 +373,22 @@ def test_the_workers_that_a_send_names_are_not_overlooked_beside_a_none(
         transport.send_weights(filled(3.0), None, [1])
 
     assert [{0.0}, {0.0}] == [values(buffer) for buffer in buffers.values()]
+
+
+@pytest.mark.parametrize("given", [(filled(3.0), [0, 2]), ({0: filled(3.0), 2: filled(3.0)},)])
+def test_a_send_to_a_worker_without_a_buffer_changes_no_workers_buffer(
+    own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]], given: Any
+) -> None:
+    transport, buffers = own_buffers
+    with pytest.raises(ConfigurationError, match=r"for workers \[2\]"):
+        transport.send_weights(*given)
+    transport.register_weights(buffers, {0: queue.Queue(), 1: queue.Queue()})  # not per_worker
+    with pytest.raises(ConfigurationError, match="per_worker=True"):
+        transport.send_weights(filled(3.0), [0])
+    assert [{0.0}, {0.0}] == [values(buffer) for buffer in buffers.values()]
+
+    report = transport.send_weights(weights=filled(3.0))
+    assert ("policy", 0, {3.0}) == (report.model_id, len(report), values(buffers[1]))
 
 
 def test_buffers_by_worker_and_pipes_are_not_mixed(
