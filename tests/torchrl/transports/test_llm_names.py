@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -221,7 +222,8 @@ class LLM:
     """A stand-in for vLLM's ``LLM`` in this process, including the model whose ``load_weights`` is called."""
 
     def __init__(self) -> None:
-        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self))
+        self.llm_engine: Any = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
         self.held: dict[str, Tensor] = {}
         self.resets = 0
         #: Whether the cache can be reset. None: as in releases of vLLM that return nothing.
@@ -255,6 +257,55 @@ def test_versions_in_a_directory_are_read_whole_and_once(tmp_path: Path) -> None
         assert not receiver.poll_and_apply(timeout=0)
     assert engine.resets == 3
     assert sorted(each.name for each in (tmp_path / "weights").iterdir()) == ["2", "3", "newest"]
+    engine.held = {}
+    assert scheme.create_receiver(engine.llm_engine).poll_and_apply(timeout=0)  # what an LLM is made of
+    assert engine.held.keys() == model.state_dict().keys()
+
+
+def test_each_end_has_its_own_path_to_the_directory_which_the_trainer_makes(tmp_path: Path) -> None:
+    here, there = tmp_path / "a" / "b", tmp_path / "there"
+    scheme, engine = llm.VLLMDoubleBufferSyncScheme(here, there), LLM()
+    transport = scheme.create_transport()
+    assert not transport.check_connection()
+    scheme.create_sender().update_weights({"a": torch.ones(2)})
+    assert transport.check_connection()
+    assert llm.VLLMDoubleBufferTransport(tmp_path / "later").check_connection()
+    assert transport.receive_weights() is None
+    assert not scheme.create_receiver(engine).poll_and_apply(timeout=0)
+
+    there.symlink_to(here)  # mounted
+    assert transport.receive_weights()["a"].tolist() == [1.0, 1.0]
+    assert scheme.create_receiver(engine).poll_and_apply(timeout=0)
+    assert engine.held["a"].tolist() == [1.0, 1.0]
+
+
+def test_a_poll_waits_for_a_version_that_is_yet_to_come(tmp_path: Path) -> None:
+    scheme, engine = llm.VLLMDoubleBufferSyncScheme(tmp_path), LLM()
+    receiver = scheme.create_receiver(engine)
+    assert not receiver.poll_and_apply(timeout=0.05)
+    later = threading.Timer(0.05, scheme.create_transport().send_weights, ("policy", {"a": torch.ones(2)}))
+    later.start()
+
+    assert receiver.poll_and_apply(timeout=PATIENCE)
+    later.join()
+    assert engine.held["a"].tolist() == [1.0, 1.0]
+
+
+def test_what_a_trainer_left_that_died_while_it_wrote_is_not_read(tmp_path: Path) -> None:
+    double_buffer.TensorDict({"left": {"w": torch.zeros(2)}}).memmap(tmp_path / "1")
+    transport = llm.VLLMDoubleBufferTransport(tmp_path)
+    assert transport.receive_weights() is None
+    transport.send_weights("policy", {"a": torch.ones(2)})
+
+    assert [*transport.receive_weights().keys()] == ["a"]
+
+
+def test_weights_that_were_mapped_from_another_file_are_written(tmp_path: Path) -> None:
+    double_buffer.TensorDict({"a": torch.ones(2)}).memmap(tmp_path / "checkpoint")
+    transport = llm.VLLMDoubleBufferTransport(tmp_path / "weights")
+    transport.send_weights("policy", double_buffer.TensorDict.load_memmap(tmp_path / "checkpoint"))
+
+    assert transport.receive_weights()["a"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -350,8 +401,9 @@ def test_every_dtype_that_is_written_is_read(tmp_path: Path, dtype: torch.dtype)
     assert found["a"].tolist() == sent.tolist()
 
 
+@pytest.mark.parametrize("read", [False, True], ids=["before it was read", "after some of it was read"])
 def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = llm.VLLMDoubleBufferTransport(str(tmp_path))
     transport.send_weights("policy", {"a": torch.ones(2)})
@@ -359,11 +411,12 @@ def test_a_version_that_is_removed_while_it_is_read_is_left_for_the_newest(
 
     def load_late(at: Path) -> Any:
         seen.append(at.name)
+        found = load(at) if read else None
         if len(seen) == 1:
             transport.send_weights("policy", {"a": torch.full((2,), 2.0)})
             transport.send_weights("policy", {"a": torch.full((2,), 3.0)})
             assert not (tmp_path / "1").exists()
-        return load(at)
+        return found if read else load(at)
 
     monkeypatch.setattr(double_buffer.TensorDict, "load_memmap", load_late)
     found = transport.receive_weights()
