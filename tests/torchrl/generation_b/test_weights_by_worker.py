@@ -12,10 +12,14 @@ import pytest
 import torch
 from duo import beside
 from fleet import PATIENCE, constants, filled
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync import ConfigurationError, LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SyncError
-from weightsync.protocol.report import OutcomeKind
+from weightsync.clock import Deadline
+from weightsync.options import OnFailure
+from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
+from weightsync.schemes.worker_set import send_to_groups
 
 
 def small(fill: float) -> nn.Module:
@@ -104,6 +108,41 @@ def test_a_worker_that_left_and_was_added_again_is_sent_its_own_with_the_others(
 
         assert set(report.outcomes) == {0, 1, 2}
         assert three.served() == [{5.0}, {6.0}, {7.0}]
+
+
+def test_the_one_report_of_several_sends_says_what_they_took_and_met_together() -> None:
+    applied = Outcome(kind=OutcomeKind.APPLIED)
+    of = {"model_id": "policy", "incarnation": 1}
+    older, earlier, later = (SyncReport(version=version, outcomes={}, **of) for version in (2, 4, 5))
+    first = SyncReport(
+        **{**of, "version": 6, "outcomes": {1: applied}, "nbytes": 8, "payload_nbytes": {1: 4}, "previous": earlier},
+        **{"pack_s": 1.0, "connect_s": 2.0, "transfer_s": 3.0, "apply_s": 4.0, "superseded": {1: (3,)}},
+        **{"not_caught_up": {7: applied}, "left": {8: "ended"}, "reported_before": {9: 1}},
+    )
+    none = SyncReport(version=None, outcomes={}, previous=replace(later, previous=older), **of)
+    last = SyncReport(
+        **{**of, "version": 7, "outcomes": {0: applied}, "nbytes": 16, "payload_nbytes": {0: 5}},
+        **{"pack_s": 0.5, "connect_s": 0.25, "transfer_s": 0.5, "apply_s": 3.0, "superseded": {0: (3, 4)}},
+    )
+    reports = iter([first, last, none])
+    asked: list[Any] = []
+
+    def send(*given: Any) -> SyncReport:
+        asked.append(given)
+        return next(reports)
+
+    groups, deadline = [("a", [1, 2]), ("b", [0, 8]), ("c", [3])], Deadline(None)
+    report = send_to_groups(send, groups, deadline, OnFailure.RAISE, lambda: [0, 1, 2, 3])
+
+    failing = OnFailure.REPORT
+    assert asked == [("a", [1, 2], deadline, failing), ("b", [0], deadline, failing), ("c", [3], deadline, failing)]
+    assert [*report] == [0, 1]
+    assert report == SyncReport(
+        **{**of, "version": 7, "outcomes": {0: applied, 1: applied}, "nbytes": 24, "payload_nbytes": {1: 4, 0: 5}},
+        **{"pack_s": 1.5, "connect_s": 2.25, "transfer_s": 3.5, "apply_s": 4.0, "superseded": {1: (3,), 0: (3, 4)}},
+        **{"not_caught_up": {7: applied}, "left": {8: "ended"}, "reported_before": {9: 1}},
+        previous=replace(later, previous=replace(older, previous=earlier)),
+    )
 
 
 @pytest.mark.parametrize(
