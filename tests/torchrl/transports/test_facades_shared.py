@@ -178,6 +178,16 @@ def test_what_a_call_says_holds_for_the_workers_behind_pipes_too(pipes: list[Any
                 call()
 
 
+@pytest.mark.parametrize(("strategy", "kind"), [("state_dict", dict), ("tensordict", TensorDict)])
+def test_a_module_arrives_in_the_form_of_the_trainers_strategy(pipes: list[Any], strategy: str, kind: type) -> None:
+    with SharedMemTransport(strategy=strategy) as trainer, SharedMemTransport() as worker:
+        trainer.register_pipe(pipes[0][0])
+        worker.register_pipe(pipes[0][1])
+        trainer.send_weights_async(small(1.0))
+
+        assert isinstance(worker.receive_weights(PATIENCE)[1], kind)
+
+
 def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None:
     with SharedMemTransport() as trainer, MPTransport(pipes[0][1]) as first, MPTransport(pipes[1][1]) as second:
         trainer.register_pipe(pipes[0][0])
