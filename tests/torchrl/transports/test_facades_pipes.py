@@ -207,14 +207,9 @@ def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: End
         ends.trainer.wait_ack()
 
 
-def test_the_first_weights_are_waited_for_as_long_as_the_transport_says_and_written_where_the_call_says(
-    ends: Ends,
-) -> None:
-    ends.worker.timeout = 0.02
-    assert ends.worker.setup_connection_and_weights_on_receiver(worker_idx=0) is None
+def test_the_first_weights_are_written_where_the_call_says(ends: Ends) -> None:
     buffer, model = filled(0.0), torch.nn.Linear(3, 2)
     ends.trainer.send_weights_async(filled(4.0))
-    ends.worker.timeout = PATIENCE
 
     found = ends.worker.setup_connection_and_weights_on_receiver(
         worker_idx=0, weights=buffer, model=model, strategy="state_dict"
@@ -235,8 +230,10 @@ def test_weights_are_waited_for_a_second_in_generation_a_and_without_end_in_b(
     monkeypatch.setattr(facade, "Deadline", noted)
     for worker in (ends.worker, MPTransport(*queues)):
         assert worker.receive_weights() is None
+    ends.worker.timeout = 7.0
+    assert ends.worker.setup_connection_and_weights_on_receiver(worker_idx=0) is None
 
-    assert [1.0, None] == waits
+    assert [1.0, None, 7.0] == waits
 
 
 class Renaming(WeightStrategy):
@@ -480,6 +477,17 @@ def test_a_scheme_s_receiver_shows_the_reference_s_transport(strategy: str) -> N
         report = there.get_sender().wait_async()
         assert (OutcomeKind.APPLIED, Evidence.ANSWER) == (report[0].kind, report[0].evidence)
         assert ({5.0}, 1) == (constants(model), receiver.version)
+
+
+def test_the_transport_of_a_scheme_s_receiver_acks_what_its_receiver_was_asked_for(ends: Ends) -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_worker("policy", pipe=ends.pipes[1], model=small())
+        transport = scheme.get_receiver()._transport
+        for ack in (transport.send_ack, lambda: transport.pipe.send((None, "updated"))):
+            ends.trainer.send_weights_async(small(5.0))
+            assert scheme.get_receiver().take_update(PATIENCE) is not None
+            ack()
+            assert ends.trainer.wait_ack().ok
 
 
 def test_applying_other_weights_by_hand_refuses_the_pending_update(ends: Ends) -> None:

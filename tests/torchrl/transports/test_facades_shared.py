@@ -96,6 +96,29 @@ def test_a_model_that_is_sent_first_gets_a_buffer_in_shared_memory_which_later_s
     assert all(tensor.is_shared() for tensor in buffer.values())
 
 
+class Scaled(torch.nn.Linear):
+    """A layer with state beside its tensors."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(2, 2)
+        self.scale = scale
+
+    def get_extra_state(self) -> float:
+        return self.scale
+
+    def set_extra_state(self, state: float) -> None:
+        self.scale = state
+
+
+def test_the_buffer_that_a_model_gets_has_the_extra_state_of_each_of_its_modules() -> None:
+    transport = SharedMemTransport(known := {})
+    source, model = (torch.nn.Sequential(Scaled(scale), Scaled(2 * scale)) for scale in (1.0, 0.0))
+    transport.send_weights(source)
+
+    transport.receive_weights(weights=known["policy"], model=model, strategy="tensordict")
+    assert [1.0, 2.0] == [layer.scale for layer in model]
+
+
 def test_an_unregistered_model_with_auto_register_off_is_a_key_error_that_lists_the_known() -> None:
     transport = SharedMemTransport({"value": filled(0.0)}, auto_register=False)
 
