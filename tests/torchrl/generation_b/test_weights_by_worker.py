@@ -15,7 +15,14 @@ from fleet import PATIENCE, constants, filled
 from msgspec.structs import replace
 from torch import nn
 
-from weightsync import ConfigurationError, LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SyncError
+from weightsync import (
+    ConfigurationError,
+    LayoutError,
+    MultiProcessWeightSyncScheme,
+    NonFiniteError,
+    RefusedError,
+    SyncError,
+)
 from weightsync.clock import Deadline
 from weightsync.options import OnFailure
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
@@ -124,12 +131,15 @@ def test_the_one_report_of_several_sends_says_what_they_took_and_met_together() 
         **{**of, "version": 7, "outcomes": {0: applied}, "nbytes": 16, "payload_nbytes": {0: 5}},
         **{"pack_s": 0.5, "connect_s": 0.25, "transfer_s": 0.5, "apply_s": 3.0, "superseded": {0: (3, 4)}},
     )
-    reports = iter([first, last, none])
+    found: Any = iter([first, RefusedError("its error has the report", last), none])
     asked: list[Any] = []
 
     def send(*given: Any) -> SyncReport:
         asked.append(given)
-        return next(reports)
+        each = next(found)
+        if isinstance(each, RefusedError):
+            raise each
+        return each
 
     groups, deadline = [("a", [1, 2]), ("b", [0, 8]), ("c", [3])], Deadline(None)
     report = send_to_groups(send, groups, deadline, OnFailure.RAISE, lambda: [0, 1, 2, 3])
@@ -143,6 +153,12 @@ def test_the_one_report_of_several_sends_says_what_they_took_and_met_together() 
         **{"not_caught_up": {7: applied}, "left": {8: "ended"}, "reported_before": {9: 1}},
         previous=replace(later, previous=replace(older, previous=earlier)),
     )
+    found = iter([none, none])
+    assert send_to_groups(send, groups[:2], deadline, OnFailure.RAISE, lambda: [0, 1]).version is None
+    found = iter([none, RefusedError("it has no report"), RefusedError("nor has this one")])
+    with pytest.raises(RefusedError, match="it has no report") as raised:
+        send_to_groups(send, groups, deadline, OnFailure.REPORT, lambda: [0, 1])
+    assert "either: nor has this one" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
