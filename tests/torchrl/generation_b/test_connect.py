@@ -761,6 +761,15 @@ def test_modules_of_other_kinds_are_not_weights_by_worker() -> None:
     assert not weightsync.schemes.worker_set.is_per_worker({"a": 1})
 
 
+def test_workers_have_policies_of_their_own_only_if_a_collector_has_different_factories() -> None:
+    one, other = (lambda: small(1.0)), (lambda: small(2.0))
+    has_factories = weightsync.schemes.worker_set.has_factories
+    contexts = [SimpleNamespace(policy_factory=given) for given in (one, [one], [one, one], [one, other], (other, one))]
+
+    assert [has_factories(context) for context in contexts] == [False, False, False, True, True]
+    assert not has_factories(None)
+
+
 # -------------------------------------------------------------------------------------- models without weights
 
 
