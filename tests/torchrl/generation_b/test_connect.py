@@ -158,6 +158,8 @@ def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
         ({"params_map": {0: weights(0)}, "devices": ["cpu"]}, "not both"),
         ({"params_map": {0: weights(0)}, "num_workers": 2}, "num_workers is 2"),
         ({"devices": ["cpu"]}, "weights= or model="),
+        ({"device_map_fn": lambda idx, given: given, "num_workers": 1}, "weights= or model="),
+        ({"model": small(), "device_map_fn": "cpu", "num_workers": 1}, "device_map_fn= is 'cpu': give a function"),
         ({"weights": weights(0), "model": small(), "devices": ["cpu"]}, "not both"),
         ({"weights": weights(0), "device_map_fn": lambda idx, given: given}, "num_workers="),
         ({"model": small(), "num_workers": 1, "nonsense": 1}, "nonsense"),
