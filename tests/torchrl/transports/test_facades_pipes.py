@@ -456,6 +456,22 @@ def test_poll_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
     later.join()
 
 
+def test_recv_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
+    later = threading.Timer(0.05, lambda: ends.trainer.send_weights_async(filled(1.0)))
+    later.start()
+
+    assert 1.0 == value(ends.worker.pipe.recv()[0][1])
+    later.join()
+
+
+def test_bytes_of_the_users_own_pass_as_they_are(ends: Ends) -> None:
+    ends.trainer.pipe.send_bytes(b"mine")
+    ends.trainer.send_weights_async(filled(1.0))
+
+    assert ends.worker.pipe.recv_bytes() == b"mine"
+    assert 1.0 == value(ends.worker.pipe.recv()[0][1])
+
+
 # ------------------------------------------------------------------------------------- the receiver's `_transport`
 
 
