@@ -340,7 +340,7 @@ def test_a_wait_ends_when_the_transport_is_closed(ends: Ends, queues: list[Any],
     for worker in (ends.worker, MPTransport(*queues)):
         monkeypatch.setattr(worker, "_arrived", functools.partial(_closing, worker))
         with pytest.raises(StateError, match="the MPTransport is closed and allows close"):
-            worker.receive_weights(timeout=1.0)
+            worker.receive_weights(timeout=None)
 
 
 def test_a_wait_of_another_thread_ends_at_once_when_the_transport_is_closed(ends: Ends, queues: list[Any]) -> None:

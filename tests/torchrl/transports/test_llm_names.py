@@ -22,6 +22,7 @@ from test_signatures import calls_of, members, rendered, takes
 from torch import Tensor
 
 from weightsync import (
+    AckTimeoutError,
     ConfigurationError,
     EngineError,
     Evidence,
@@ -31,8 +32,9 @@ from weightsync import (
     StateError,
     WorkerLostError,
 )
+from weightsync.schemes.engines.sglang import SGLangEngine
 from weightsync.torchrl import llm
-from weightsync.torchrl.llm import double_buffer
+from weightsync.torchrl.llm import double_buffer, sglang, vllm
 
 #: Members of ours with additional keyword-only arguments, or with others in place of ignored ones.
 MORE = {
@@ -154,6 +156,7 @@ def test_the_transport_of_sglang_works_alone(server: EngineServer) -> None:
     [
         lambda: llm.SGLangCollectiveTransport("http://localhost:1", "localhost", 1, 1, 2),
         lambda: llm.SGLangWeightSyncScheme("http://localhost:1", flush_cache_on_update=True),
+        lambda: llm.SGLangWeightSyncScheme("http://localhost:1", pause_mode="wait"),
         lambda: llm.VLLMWeightSyncScheme().create_sender().init_all_workers_group({}, vllm_engine="http://localhost:1"),
         lambda: llm.VLLMDoubleBufferSyncScheme("x").create_receiver(None).apply_weights({}, inplace=False),
         lambda: llm.VLLMDoubleBufferSyncScheme("x").create_sender().register_model({"weight": torch.ones(1)}),
@@ -164,6 +167,32 @@ def test_the_transport_of_sglang_works_alone(server: EngineServer) -> None:
 def test_what_cannot_work_is_refused(make: Any) -> None:
     with pytest.raises(ConfigurationError):
         make()
+
+
+def test_the_engine_is_told_what_the_scheme_of_sglang_was_given(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        told.append((*given, {**named, "pause": named["pause"].value}))
+        return SGLangEngine(*given, **named)
+
+    monkeypatch.setattr(sglang, "SGLangEngine", noted)
+    options = {"pause_mode": "abort", "flush_cache_on_update": True}
+    for given in ({}, {"num_gpus": 4, **options}, {"pause_mode": "in_place", "flush_cache_on_update": False}):
+        assert llm.SGLangWeightSyncScheme(server.url, **given).create_transport().timeout == 300.0
+
+    assert told == [
+        (server.url, {"tp_size": 1, "pause": "retract", "flush_cache": True}),
+        (server.url, {"tp_size": 4, "pause": "abort", "flush_cache": True}),
+        (server.url, {"tp_size": 1, "pause": "in_place", "flush_cache": False}),
+    ]
+    transport = llm.SGLangCollectiveTransport(server.url, "localhost", 1, 0, 2, timeout=0.0)
+    transport.init_all_workers_group({})
+    with pytest.raises(AckTimeoutError):
+        transport.send_weights("policy", {"a": torch.ones(2)})
+    transport.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------------- vLLM
@@ -216,6 +245,27 @@ def test_a_program_for_torchrls_vllm_runs_with_a_carrier(server: EngineServer) -
     assert (carrier.joined, receiver.poll_and_apply()) == (1, False)
     assert metadata["0.weight"] == (torch.float32, torch.Size([3, 4]))
     sender.shutdown()
+
+
+def test_the_carrier_is_made_for_the_group_that_the_scheme_of_vllm_was_given(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def carrier(*given: Any, **named: Any) -> Beside:
+        made.append((*given, named))
+        return Beside(server)
+
+    monkeypatch.setattr(vllm, "VLLMNCCLCarrier", carrier)
+    for given in ({}, {"master_address": "10.0.0.1", "master_port": 9, "device": 5, "gpus_per_replica": 3}):
+        sender = llm.VLLMWeightSyncScheme(**given, num_replicas=2).create_sender()
+        sender.init_all_workers_group({}, vllm_engine=server.url)
+        sender.shutdown()
+
+    assert made == [
+        (3, {"master_address": "localhost", "master_port": None, "device": 0}),
+        (7, {"master_address": "10.0.0.1", "master_port": 9, "device": 5}),
+    ]
 
 
 class LLM:

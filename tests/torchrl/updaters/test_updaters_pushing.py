@@ -117,7 +117,7 @@ def test_what_the_getter_gives_is_the_subclasss_own_affair() -> None:
     report = updater.push_weights()
 
     assert updater.log[-1] == ("sync", 0, None)
-    assert (report.ok, report.nbytes, report.pack_s >= 0.01) == (True, 0, True)
+    assert (report.ok, report.nbytes, report.pack_s >= 0.01, report.apply_s > 0) == (True, 0, True, True)
 
 
 @pytest.mark.parametrize("given", [3, "weights", [torch.ones(2)]])
