@@ -48,8 +48,6 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_versions_in_a_directory_are_read_whole_and_once",
             "test_each_end_has_its_own_path_to_the_directory_which_the_trainer_makes",
             "test_a_poll_waits_for_a_version_that_is_yet_to_come",
-            "test_what_a_trainer_left_that_died_while_it_wrote_is_not_read",
-            "test_weights_that_were_mapped_from_another_file_are_written",
             "test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_written",
             "test_a_directory_that_was_emptied_unseen_has_another_version_of_the_same_number",
             "test_a_directory_that_is_emptied_during_a_poll_holds_nothing",

@@ -341,23 +341,6 @@ def test_a_poll_waits_for_a_version_that_is_yet_to_come(tmp_path: Path) -> None:
     assert engine.held["a"].tolist() == [1.0, 1.0]
 
 
-def test_what_a_trainer_left_that_died_while_it_wrote_is_not_read(tmp_path: Path) -> None:
-    double_buffer.TensorDict({"left": {"w": torch.zeros(2)}}).memmap(tmp_path / "1")
-    transport = llm.VLLMDoubleBufferTransport(tmp_path)
-    assert transport.receive_weights() is None
-    transport.send_weights("policy", {"a": torch.ones(2)})
-
-    assert [*transport.receive_weights().keys()] == ["a"]
-
-
-def test_weights_that_were_mapped_from_another_file_are_written(tmp_path: Path) -> None:
-    double_buffer.TensorDict({"a": torch.ones(2)}).memmap(tmp_path / "checkpoint")
-    transport = llm.VLLMDoubleBufferTransport(tmp_path / "weights")
-    transport.send_weights("policy", double_buffer.TensorDict.load_memmap(tmp_path / "checkpoint"))
-
-    assert transport.receive_weights()["a"].tolist() == [1.0, 1.0]
-
-
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_directory_that_was_emptied_holds_nothing_until_its_next_trainer_has_written(
     tmp_path: Path, before: int
