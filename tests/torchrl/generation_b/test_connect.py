@@ -531,6 +531,29 @@ def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme
         assert constants(model) == {5.0}
 
 
+def test_a_model_that_is_set_before_init_is_sent_unless_init_says_what_to_send(scheme_class: Any) -> None:
+    for given, sent in (({}, {7.0}), ({"model": small(5.0)}, {5.0})):
+        ours, theirs = multiprocessing.Pipe()
+        model = small(0.0)
+        with scheme_class() as sending, scheme_class() as receiving:
+            sending.model = small(7.0)
+            sending.init_on_sender(model_id="policy", pipes=[ours], **given)
+            receiving.init_on_receiver(model_id="policy", pipe=theirs, model=model, worker_idx=0)
+            with beside(lambda: sending.connect(timeout=PATIENCE)):
+                receiving.connect(timeout=PATIENCE)
+
+            assert constants(model) == constants(sending.model) == sent
+
+
+def test_a_send_needs_as_many_workers_as_init_was_told_to_expect(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, scheme_class() as sending:
+        sending.init_on_sender(model_id="policy", pipes=[ours], model=small(1.0), expected_workers=2)
+
+        with pytest.raises(ConfigurationError, match="2 workers"):
+            sending.get_sender().send_async()
+
+
 class Unready:
     """A context with a policy, whose `get_model` raises."""
 

@@ -41,6 +41,19 @@ def test_nothing_is_sent_and_the_worker_keeps_its_version(scheme_class: Any) -> 
         assert (sender.version, receiver.version, constants(model)) == (1, 1, {1.0})
 
 
+def test_by_default_values_that_are_not_finite_are_sent_like_all_others(scheme_class: Any) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    source, model = {"w": torch.tensor([INF])}, {"w": torch.zeros(1)}
+    with ours, theirs, scheme_class() as trainer, scheme_class() as worker:
+        trainer.init_on_sender("policy", pipes=[ours], model=source)
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        trainer.get_sender().send_async()
+        assert worker.get_receiver().receive(timeout=PATIENCE)
+        assert trainer.get_sender().wait_async(timeout=PATIENCE).ok
+
+    assert model["w"].item() == INF
+
+
 @pytest.mark.parametrize(
     "name", [name for name, dtype in DTYPES.items() if dtype.is_floating_point or dtype.is_complex]
 )
