@@ -46,21 +46,33 @@ def test_generation_b_receives_into_its_buffer(store: Any, sync: bool) -> None:
     worker = DistributedTransport(weights_buffer=buffer, store=store, rank=1, sync=sync)
     with trainer, worker:
         trainer.send_weights_async(weights(3.0))
-        assert worker.receive_weights(timeout=PATIENCE) is buffer
+        assert worker.receive_weights() is buffer
         worker.send_ack()
         trainer.wait_ack()
         assert (buffer["a"] == 3.0).all()
 
-        own, model = weights(0.0), large()
+        own, model = TensorDict(dict(large().state_dict())), large()
         trainer.send_weights_async(TensorDict(dict(large(5.0).state_dict())))
-        received = worker.receive_weights(
-            PATIENCE, weights=TensorDict(dict(large().state_dict())), model=model, strategy=WeightStrategy("state_dict")
-        )
+        received = worker.receive_weights(PATIENCE, weights=own, model=model, strategy=WeightStrategy("state_dict"))
         worker.send_ack()
         trainer.wait_ack()
-        assert received is not own
+        assert received is own
         assert {5.0} == constants(model)
         assert worker.receive_weights(timeout=0.05) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_buffer": None}], ids=["A", "B"])
+def test_what_is_returned_has_its_generations_form_whatever_it_is_written_into(store: Any, options: Any) -> None:
+    trainer, worker = (DistributedTransport(store, 1, **options) for _ in range(2))
+    with trainer, worker:
+        for into in (weights(0.0), None):
+            trainer.send_weights_async(weights(3.0))
+            found = worker.receive_weights(PATIENCE, weights=into)
+            worker.send_ack()
+            trainer.wait_ack()
+            model_id, received = ("policy", found) if options else found
+            assert (model_id, (received["a"] == 3.0).all()) == ("policy", True)
+            assert into is None or (into["a"] == 3.0).all()
 
 
 def test_initial_weights_need_no_signalling_by_the_caller(store: Any) -> None:
