@@ -24,15 +24,16 @@ class FunctionalCallError(LayoutError):
     """Other tensors stand in for a module's parameters at the moment, as in `torch.func.functional_call`."""
 
 
-def refuse_functional_call(known: Weights, found: Weights) -> None:
+def refuse_functional_call(known: Weights, found: Weights, destination: object) -> None:
     """Raise FunctionalCallError if parameters that were read before are plain tensors now.
 
     A module does not accept a plain tensor as a parameter, so the parameters will come back. Weights written to the
-    plain tensors would then be lost.
+    plain tensors would then be lost. A parameter that has become a buffer of the module will not come back.
     """
     for name, tensor in known.tensors.items():
         now = found.tensors.get(name)
-        if isinstance(tensor, nn.Parameter) and now is not None and not isinstance(now, nn.Parameter):
+        replaced = isinstance(tensor, nn.Parameter) and now is not None and not isinstance(now, nn.Parameter)
+        if replaced and not _is_buffer(destination, name):
             raise FunctionalCallError(
                 f"'{name}' of the destination is not its parameter now, but another tensor "
                 "(torch.func.functional_call): nothing was written there.",
@@ -40,12 +41,18 @@ def refuse_functional_call(known: Weights, found: Weights) -> None:
             )
 
 
+def _is_buffer(destination: object, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    modules = destination.named_modules(remove_duplicate=False) if isinstance(destination, nn.Module) else ()
+    return any(found == owner and own in module._buffers for found, module in modules)
+
+
 def outside_functional_call(read: Read, known: Weights) -> Read:
     """`read`, which also raises FunctionalCallError if parameters that were read before are plain tensors now."""
 
     def reading(destination: object) -> Weights:
         found = read(destination)
-        refuse_functional_call(known, found)
+        refuse_functional_call(known, found, destination)
         return found
 
     return reading

@@ -365,7 +365,7 @@ class Target:
         found = self._read(self.destination)
         plan = _if_unchanged(found, staged.plan)
         if plan is None and self.refuses_functional_calls:
-            checks.refuse_functional_call(staged.plan.weights, found)
+            checks.refuse_functional_call(staged.plan.weights, found, self.destination)
         return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
 
     def _pieces_of(self, plan: DestinationPlan) -> Pieces | None:

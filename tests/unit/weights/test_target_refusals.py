@@ -269,6 +269,22 @@ def test_a_parameter_that_became_a_buffer_of_another_dtype_on_both_sides_gets_th
 
 
 @modes
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_parameter_that_became_a_buffer_of_the_same_dtype_gets_the_next_version(mode: Mode, inner: bool) -> None:
+    changed = Acting()
+    target = Target(nn.ModuleDict({"in": changed}) if inner else changed, mode)
+    target.refuses_functional_calls = True
+    prefix = "in." if inner else ""
+    target.swap(target.stage(*packed({f"{prefix}a": torch.ones(3), f"{prefix}b": torch.ones(3)})))
+    del changed.a
+    changed.register_buffer("a", torch.zeros(3))
+
+    target.swap(target.stage(*packed({f"{prefix}a": torch.full((3,), 2.0), f"{prefix}b": torch.full((3,), 3.0)})))
+
+    assert (changed.a.tolist(), changed.b.tolist()) == ([2, 2, 2], [3, 3, 3])
+
+
+@modes
 def test_an_expanded_tensor_is_named_as_such(mode: Mode) -> None:
     with pytest.raises(LayoutError) as caught:
         Target({"wide": torch.zeros(1).expand(3)}, mode).stage(*packed({"wide": torch.ones(3)}))
