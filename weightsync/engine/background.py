@@ -265,7 +265,7 @@ class Background:
         return self._thread is not None
 
     def _spawn(self) -> None:
-        with self._lock:
+        with Shield(lambda: None), self._lock:  # an interrupt would leave a thread that never starts
             if self._thread is not None or self._stops:
                 return
             name = f"weightsync receiver of {self._receiver.model_id!r}"

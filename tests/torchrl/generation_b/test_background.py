@@ -406,6 +406,28 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
     theirs.close()
 
 
+def test_an_interrupt_as_connect_starts_the_thread_is_raised_and_connect_may_be_called_again(
+    scheme_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duo, start = Duo(scheme_class), threading.Thread.start
+
+    def start_interrupted(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    duo.arrive()
+    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        duo.receiving.connect(worker_idx=0, timeout=PATIENCE)
+
+    with beside(lambda: duo.sending.connect(timeout=PATIENCE)):
+        duo.receiving.connect(worker_idx=0, timeout=PATIENCE)
+    assert duo.send(2.0, timeout=PATIENCE).ok
+    duo.end()
+
+
 def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
