@@ -93,14 +93,21 @@ def test_a_failed_connect_whose_end_was_interrupted_leaves_no_reader_beside_that
     scheme_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first reader would have acked versions that the second had to pass on."""
-    duo, readers = Duo(scheme_class), list[threading.Thread]()
+    duo, readers, joined = Duo(scheme_class), list[threading.Thread](), threading.Event()
+    run_once = Background._run_once
     duo.arrive()
+
+    def read_once_joined(background: Background) -> bool:
+        assert joined.wait(PATIENCE)  # a reader that has ended before is not joined
+        return run_once(background)
 
     def interrupt(thread: threading.Thread, timeout: float) -> None:
         readers.append(thread)
+        joined.set()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
+        interrupted.setattr(Background, "_run_once", read_once_joined)
         interrupted.setattr(threading.Thread, "join", interrupt)
         with pytest.raises(KeyboardInterrupt):
             duo.receiving.connect(worker_idx=0, timeout=0.0)
