@@ -190,6 +190,7 @@ def test_the_engine_is_told_what_the_scheme_of_sglang_was_given(
     ]
     transport = llm.SGLangCollectiveTransport(server.url, "localhost", 1, 0, 2, timeout=0.0)
     transport.init_all_workers_group({})
+    server.plan["pause_generation"] = ["stall"]
     with pytest.raises(AckTimeoutError):
         transport.send_weights("policy", {"a": torch.ones(2)})
     transport.shutdown()
