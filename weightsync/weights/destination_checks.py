@@ -25,11 +25,13 @@ class FunctionalCallError(LayoutError):
 
 
 def refuse_functional_call(known: Weights, found: Weights, destination: object) -> None:
-    """Raise FunctionalCallError if parameters that were read before are plain tensors now.
+    """Raise FunctionalCallError if parameters of a module that were read before are plain tensors now.
 
     A module does not accept a plain tensor as a parameter, so the parameters will come back. Weights written to the
     plain tensors would then be lost. A parameter that has become a buffer of the module will not come back.
     """
+    if not isinstance(destination, nn.Module):
+        return
     for name, tensor in known.tensors.items():
         now = found.tensors.get(name)
         replaced = isinstance(tensor, nn.Parameter) and now is not None and not isinstance(now, nn.Parameter)
@@ -41,9 +43,9 @@ def refuse_functional_call(known: Weights, found: Weights, destination: object) 
             )
 
 
-def _is_buffer(destination: object, name: str) -> bool:
+def _is_buffer(root: nn.Module, name: str) -> bool:
     owner, _, own = name.rpartition(".")
-    modules = destination.named_modules(remove_duplicate=False) if isinstance(destination, nn.Module) else ()
+    modules = root.named_modules(remove_duplicate=False)
     return any(found == owner and own in module._buffers for found, module in modules)
 
 

@@ -56,7 +56,11 @@ _get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
 OnWritten = Callable[[int, int], None]
 _Copy = Callable[[list[Tensor], list[Tensor]], object]
-Call = TypeVar("Call", bound=Callable[..., Any])
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+#: Decorates functions that torch's compiler skips, with all that they call: when compiled, parts of them fail half way.
+uncompiled: Final[Callable[[_Call], _Call]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    reason="weights are not written or hashed by compiled code"
+)
 
 
 def pack(
@@ -354,13 +358,6 @@ def digest_of_weights(weights: object, read: Callable[[object], Weights] = read_
     """
     taken = read(weights)
     return digest_of(taken, layout_of(taken), encode_extras(taken.extras()))
-
-
-def uncompiled(function: Call) -> Call:
-    """The function, which torch's compiler skips with all that it calls: it fails half way in parts of it."""
-    reason = "weights are not written or hashed by compiled code"
-    found: Call = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-    return found
 
 
 @uncompiled

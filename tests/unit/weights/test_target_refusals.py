@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -235,7 +236,8 @@ def test_a_destination_that_was_refused_is_not_read_again_in_a_functional_call(m
 
 
 @modes
-def test_in_a_functional_call_a_version_in_another_order_waits_as_one_in_the_known_order_does(mode: Mode) -> None:
+@pytest.mark.parametrize("turned", [True, False], ids=["another order", "the known order"])
+def test_in_a_functional_call_a_version_waits_in_whatever_order_its_elements_lie(mode: Mode, turned: bool) -> None:
     def apply() -> None:
         staged = target.stage(*update)
         with pytest.raises(FunctionalCallError, match="'a'"):
@@ -245,8 +247,8 @@ def test_in_a_functional_call_a_version_in_another_order_waits_as_one_in_the_kno
     worker.a = nn.Parameter(torch.zeros(2, 3))
     target = Target(worker, mode)
     target.refuses_functional_calls = True
-    update = packed({"a": torch.ones(3, 2).t(), "b": torch.ones(3)})
-    assert target.layout != update[0]
+    update = packed({"a": torch.ones(3, 2).t() if turned else torch.ones(2, 3), "b": torch.ones(3)})
+    assert (target.layout != update[0]) is turned
 
     torch.func.functional_call(worker, plain, (apply,))
 
@@ -269,19 +271,36 @@ def test_a_parameter_that_became_a_buffer_of_another_dtype_on_both_sides_gets_th
 
 
 @modes
-@pytest.mark.parametrize("inner", [False, True])
-def test_a_parameter_that_became_a_buffer_of_the_same_dtype_gets_the_next_version(mode: Mode, inner: bool) -> None:
+@pytest.mark.parametrize("modules", [0, 1, 2], ids=["itself", "in another", "twice in another"])
+def test_a_parameter_that_became_a_buffer_of_the_same_dtype_gets_the_next_version(mode: Mode, modules: int) -> None:
+    def update(a: float, b: float) -> Any:
+        owners = ["" if not modules else f"{owner}." for owner in range(modules or 1)]
+        return packed(
+            {f"{owner}{name}": torch.full((3,), fill) for owner in owners for name, fill in (("a", a), ("b", b))}
+        )
+
     changed = Acting()
-    target = Target(nn.ModuleDict({"in": changed}) if inner else changed, mode)
+    target = Target(nn.ModuleList([changed] * modules) if modules else changed, mode)
     target.refuses_functional_calls = True
-    prefix = "in." if inner else ""
-    target.swap(target.stage(*packed({f"{prefix}a": torch.ones(3), f"{prefix}b": torch.ones(3)})))
+    target.swap(target.stage(*update(1.0, 1.0)))
     del changed.a
     changed.register_buffer("a", torch.zeros(3))
 
-    target.swap(target.stage(*packed({f"{prefix}a": torch.full((3,), 2.0), f"{prefix}b": torch.full((3,), 3.0)})))
+    target.swap(target.stage(*update(2.0, 3.0)))
 
     assert (changed.a.tolist(), changed.b.tolist()) == ([2, 2, 2], [3, 3, 3])
+
+
+def test_a_parameter_in_a_dict_that_became_a_plain_tensor_gets_the_next_version() -> None:
+    """A dict takes any tensor for good, so no functional call is to be waited for."""
+    held: dict[str, Tensor] = {"a": nn.Parameter(torch.zeros(3))}
+    target = Target(held)
+    target.refuses_functional_calls = True
+    held["a"] = torch.zeros(3)
+
+    target.swap(target.stage(*packed({"a": torch.ones(3)})))
+
+    assert held["a"].tolist() == [1, 1, 1]
 
 
 @modes
