@@ -53,9 +53,9 @@ def fill_in(module: nn.Module) -> bool:
 
 
 def given_memory(model: object) -> bool:
-    """Fill in a module, of which a receiver will be made; whether it has no weights yet.
+    """Give a module on the meta device memory for a receiver. Returns whether it has no weights yet.
 
-    That was perhaps tried before: a module that was filled in has none until a version is applied to it.
+    A module that an earlier call has given memory has none until a version is applied to it.
 
     Raises:
         LayoutError: as `fill_in`.
