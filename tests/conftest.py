@@ -175,7 +175,7 @@ _LONG = (
 )
 
 
-class _ByWhatTheyShare(LoadScopeScheduling):
+class _SharedResourceScheduling(LoadScopeScheduling):
     """Runs tests that share something in one worker: the Ray cluster, graphs, the record of rows taken, or a file.
 
     The tests of strikes and cuts are one unit for each transport, since together they take minutes.
@@ -199,4 +199,4 @@ class _ByWhatTheyShare(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Schedule tests on the workers of pytest-xdist by what they share."""
-    return _ByWhatTheyShare(config, log)
+    return _SharedResourceScheduling(config, log)

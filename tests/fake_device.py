@@ -39,7 +39,7 @@ _lane: ContextVar[Lane] = ContextVar("lane", default=Lane())  # noqa: B039 - a t
 
 
 @contextlib.contextmanager
-def on_lane(process: str, stream: str = "default") -> Iterator[None]:
+def acting_as(process: str, stream: str = "default") -> Iterator[None]:
     """Inside the block, act as this process with this current stream."""
     token = _lane.set(Lane(process, stream))
     try:

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--atheris"]:
         _fuzz(*arguments[1:])
     if arguments[:1] == ["--hypothesis"]:
-        _look_at(*arguments[1:])
+        _run_hypothesis(*arguments[1:])
         return 0
     seconds, *names = arguments
     from decoders import DECODERS  # noqa: PLC0415 - the other processes instrument it before they import it
@@ -94,7 +94,7 @@ def _fuzz(name: str, seconds: str, folder: str) -> None:
     atheris.Fuzz()
 
 
-def _look_at(name: str, seconds: str, folder: str) -> None:
+def _run_hypothesis(name: str, seconds: str, folder: str) -> None:
     tried = look(*_decoder(name), float(seconds), Path(f"crash-hypothesis-{name}"))
     print(f"stat::number_of_executed_units: {tried}", file=sys.stderr)
 

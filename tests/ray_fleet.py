@@ -155,7 +155,7 @@ class Collector(Bench):
         TensorDict.from_module(self.policy).data.update_(policy_or_weights.data)
 
 
-class Stranger(Bench):
+class BareActor(Bench):
     """An actor without a method that takes weights."""
 
 

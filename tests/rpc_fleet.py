@@ -89,7 +89,7 @@ def enter(setup: WorkerSetup, name: str, rank: int, size: int, options: dict[str
     return os.getpid()
 
 
-def depart(setup: WorkerSetup, graceful: bool = False) -> float:
+def shut_down_rpc(setup: WorkerSetup, graceful: bool = False) -> float:
     """Shut RPC down. Returns how many seconds that took."""
     started = time.monotonic()
     rpc.shutdown(graceful=graceful)
@@ -124,7 +124,7 @@ def shows(setup: WorkerSetup) -> tuple[int | None, set[float]]:
     return setup.receiver.version, constants(setup.model)
 
 
-def take_until_gone(setup: WorkerSetup) -> str:
+def receive_until_gone(setup: WorkerSetup) -> str:
     """Receive until the sender is gone. Returns the message of the error."""
     try:
         while True:

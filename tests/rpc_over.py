@@ -20,7 +20,7 @@ def apart(context: Any, function: Callable[..., Any], *arguments: Any) -> None:
     process.start()
     theirs.close()
     with contextlib.closing(ours):
-        assert ours.poll(100), "it does not end"
+        assert ours.poll(100), "the process does not end"
         error = ours.recv()
     process.join(20)
     process.kill()

@@ -34,7 +34,7 @@ def keys_of(store: Any) -> list[str]:
     try:
         keys: list[str] = store.list_keys()
     except AttributeError:
-        not_tested("WHICH KEYS A STORE HAS", "this torch does not say")
+        not_tested("WHICH KEYS A STORE HAS", "this torch has no TCPStore.list_keys")
     return keys
 
 
@@ -84,7 +84,7 @@ def meet(  # noqa: PLR0917 - sent over a pipe, by position
     setup.kept[model_id] = (setup.scheme, setup.receiver, setup.model)
 
 
-def turn_to(setup: WorkerSetup, model_id: str) -> None:
+def select_model(setup: WorkerSetup, model_id: str) -> None:
     """Select one of several models for the following calls."""
     setup.scheme, setup.receiver, setup.model = setup.kept[model_id]
 
@@ -126,12 +126,12 @@ def lead_tree(setup: WorkerSetup, port: int, listening: int, make: Callable[...,
     lead(setup, port, 2, make, fanout=1)
     sender, deadline = setup.kept["sender"], Deadline(PATIENCE)
     while sum(bool(link._threads.branch.address) for link in sender.transports().values()) < listening:
-        assert not deadline.passed, "no worker has said where it listens"
+        assert not deadline.passed, "too few workers have announced an address"
         sender.poll()
         time.sleep(0.005)
 
 
-def wait_until_met(setup: WorkerSetup) -> int | None:
+def receive_next_version(setup: WorkerSetup) -> int | None:
     """Receive until a new version has arrived, ignoring lost links. Returns that version."""
     before = setup.receiver.version
     while setup.receiver.version == before:
@@ -141,7 +141,7 @@ def wait_until_met(setup: WorkerSetup) -> int | None:
     return version
 
 
-def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[float]:
+def run_torchrl_worker_loop(transport: DistributedTransport, times: int) -> list[float]:
     """A worker loop on TorchRL's own keys: instruction, weights, answer. Returns the first element of each update."""
     store, rank, seen = transport.store, transport.rank, []
     for _ in range(times):
@@ -155,7 +155,7 @@ def follows_torchrls_keys(transport: DistributedTransport, times: int) -> list[f
     return seen
 
 
-def joins_a_group_of_its_own(setup: WorkerSetup, port: int, rank: int, world: int) -> None:
+def join_process_group(setup: WorkerSetup, port: int, rank: int, world: int) -> None:
     """Join a process group of the user's own program, beside weightsync."""
     dist.init_process_group("gloo", store=dist.PrefixStore("own", reach(port)), rank=rank, world_size=world)
 
@@ -167,5 +167,5 @@ def sums(setup: WorkerSetup | None, value: float) -> float:
     return tensor.item()
 
 
-def leaves_its_group(setup: WorkerSetup) -> None:
+def leave_process_group(setup: WorkerSetup) -> None:
     dist.destroy_process_group()

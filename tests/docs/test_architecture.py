@@ -32,22 +32,22 @@ def sizes() -> dict[str, int]:
     }
 
 
-def test_no_module_is_over_500_lines_but_those_with_a_reason():
+def test_no_module_is_over_500_lines_except_those_with_a_reason():
     assert {name for name, lines in sizes().items() if lines > 500} <= set(LONG)
 
 
-def test_no_module_is_under_40_lines_but_those_with_a_reason():
+def test_no_module_is_under_40_lines_except_those_with_a_reason():
     short = {name for name, lines in sizes().items() if lines < 40 and not name.endswith("__init__.py")}
     assert short <= set(SHORT), "a module of so few lines belongs in the one that uses it"
 
 
-def test_the_module_map_is_what_the_imports_give():
+def test_the_module_map_matches_the_imports():
     house = architecture.floors()
     assert architecture.render(PAGE, house) == PAGE, "run `make generate`"
     assert len(house) == 7
 
 
-def test_every_path_that_the_page_names_is_there():
+def test_every_path_named_on_the_page_exists():
     named = {name for name in re.findall(r"`([\w/.]+)`", PAGE) if "/" in name}
     assert "engine/sender.py" in named
     assert [name for name in sorted(named) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
@@ -63,7 +63,7 @@ def defined(module: Path) -> set[str]:
     return found
 
 
-def test_every_place_that_the_page_gives_for_a_rule_is_there():
+def test_every_class_or_function_named_for_a_rule_exists():
     rows = PAGE.partition("## Where a rule is")[2].splitlines()
     gone: list[str] = []
     places = 0
@@ -76,7 +76,7 @@ def test_every_place_that_the_page_gives_for_a_rule_is_there():
     assert gone == []
 
 
-def test_every_command_that_the_page_names_is_there():
+def test_every_command_named_on_the_page_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)`", PAGE)) <= targets
     tested = {path for command in re.findall(r"`\.venv/bin/pytest ([^`]+)`", PAGE) for path in command.split()}
@@ -98,7 +98,7 @@ HOUSE = [
 ]
 
 
-def test_an_import_that_another_implies_is_in_the_table_and_has_no_arrow():
+def test_an_import_implied_by_another_is_in_the_table_without_an_arrow():
     drawn = architecture.picture(HOUSE)
     assert re.findall(r"floor\d --> floor\d", drawn) == ["floor3 --> floor2", "floor2 --> floor1"]
     assert "| 3 | `schemes` | what schemes is | `errors`, `links` |" in architecture.table(HOUSE)
@@ -110,7 +110,7 @@ def test_an_import_inside_a_floor_is_dotted_and_every_module_is_in_its_box():
     assert 'links["<b>links</b><br>base<br><i>pipe:</i> link, framing"]' in drawn
 
 
-def test_an_import_that_skips_a_floor_has_its_own_arrow_where_nothing_implies_it():
+def test_an_import_that_skips_a_floor_has_its_own_arrow_unless_implied():
     house = [(room("errors"),), (room("links"),), (room("schemes", "links", "errors"),)]
     assert re.findall(r"floor\d --> floor\d", architecture.picture(house)) == [
         "floor3 --> floor2",
@@ -118,7 +118,7 @@ def test_an_import_that_skips_a_floor_has_its_own_arrow_where_nothing_implies_it
     ]
 
 
-def test_a_page_that_differs_is_told_of_and_stays_as_it_is(
+def test_check_reports_an_outdated_page_without_changing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "docs").mkdir()

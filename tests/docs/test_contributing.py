@@ -137,7 +137,7 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.tlc
 @pytest.mark.timeout(1800)
-def test_a_new_refusal_kind_is_made_as_contributing_says(copy: Path) -> None:
+def test_the_walk_of_contributing_adds_a_refusal_kind(copy: Path) -> None:
     java_and_tlc("THE REFUSAL KIND OF CONTRIBUTING.md")
     ran = follow(copy, walk(REFUSAL_KIND))
 
@@ -148,7 +148,7 @@ def test_a_new_refusal_kind_is_made_as_contributing_says(copy: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_new_transport_is_made_as_contributing_says(copy: Path) -> None:
+def test_the_walk_of_contributing_adds_a_transport(copy: Path) -> None:
     ran = follow(copy, walk(TRANSPORT))
 
     assert sum("test_stream.py" in command for command in ran) == 3
@@ -160,7 +160,7 @@ def test_a_new_transport_is_made_as_contributing_says(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("title", [REFUSAL_KIND, TRANSPORT])
-def test_every_change_of_the_walks_still_fits_the_repository(title: str, tmp_path: Path) -> None:
+def test_every_change_of_the_walks_still_applies_to_the_repository(title: str, tmp_path: Path) -> None:
     changes = [block for block in walk(title) if block.language in ("diff", "python")]
     assert len(changes) > 3
     for block in changes:
@@ -183,7 +183,7 @@ def test_a_hunk_changes_the_lines_it_names_and_no_others() -> None:
         changed("a\na\n", ["-a\n", "+b\n"], Path("x"))
 
 
-def test_every_command_of_the_page_is_one_that_there_is() -> None:
+def test_every_command_of_the_page_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = {target for targets in re.findall(r"`make ([a-z -]+)", PAGE) for target in targets.split()}
     assert "protocol" in named

@@ -126,7 +126,7 @@ def defined(node: ast.AST) -> list[str]:
     return []
 
 
-def test_each_attribute_of_a_class_that_a_document_names_is_there() -> None:
+def test_each_class_attribute_named_in_a_document_exists() -> None:
     known = attributes()
     named = {
         (path.name, *found)
@@ -156,7 +156,7 @@ UNSENDABLE = {
 
 @pytest.mark.parametrize("error", UNSENDABLE)
 @pytest.mark.parametrize("method", ["WeightSender.send", "WeightSender.send_async", "WeightSyncScheme.connect"])
-def test_the_docstring_names_each_error_of_weights_that_cannot_be_sent(method: str, error: str) -> None:
+def test_docstrings_of_sending_methods_name_each_error_for_unsendable_weights(method: str, error: str) -> None:
     scheme, context, ends = MultiProcessWeightSyncScheme(), Context(), multiprocessing.Pipe()
     scheme.init_on_sender("net", context, pipes=[ends[0]], check_finite=True)
     of, name = method.split(".")

@@ -51,7 +51,7 @@ def test_each_scheme_has_its_page() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_schemes_page_has_one_whole_program(name: str) -> None:
+def test_a_schemes_page_has_exactly_one_complete_program(name: str) -> None:
     (program,) = blocks(page(name), "python")
 
     compile(program, f"{name}.md", "exec")
@@ -83,7 +83,7 @@ def test_a_schemes_program_runs_and_prints_what_its_page_says(
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("launch", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so(
+def test_the_fsdp_program_serves_the_whole_model_and_every_rank_reports_it(
     launch: str, tmp_path: Path, forkserver: Any
 ) -> None:
     path = Path(shutil.copy(DOCS / "examples" / "torchrun_fsdp.py", tmp_path))
@@ -188,7 +188,7 @@ def test_a_tutorials_program_runs_and_prints_what_its_page_says(
         assert promised(line, output), f"{line!r} is not in:\n{output}\n{errors}"
 
 
-def test_each_tutorial_is_tried() -> None:
+def test_each_tutorial_is_run_by_a_test() -> None:
     assert {path.stem for path in (DOCS / "tutorials").glob("*.md")} == {"README", *TUTORIALS}
 
 
@@ -266,7 +266,7 @@ def links(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_somewhere(path: Path) -> None:
+def test_every_link_has_an_existing_target(path: Path) -> None:
     missing = []
     for target in links(path):
         name, _, anchor = target.partition("#")
@@ -290,7 +290,7 @@ def test_the_index_names_every_page() -> None:
     assert pages - named == set()
 
 
-def test_each_page_of_decisions_is_short_and_in_their_index_and_each_section_has_a_date() -> None:
+def test_design_pages_are_short_and_indexed_and_have_dated_sections() -> None:
     named = {(DOCS / "design" / target).resolve() for target in links(DOCS / "design" / "README.md")}
     pages = [path for path in (DOCS / "design").glob("*.md") if path.name != "README.md"]
 
@@ -302,7 +302,7 @@ def test_each_page_of_decisions_is_short_and_in_their_index_and_each_section_has
         assert len(lines) <= 300, page.name
 
 
-def test_the_readme_names_files_in_place_of_links_which_lead_nowhere_on_a_package_index() -> None:
+def test_the_readme_names_existing_files_instead_of_links() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/.-]+\.(?:md|toml)|docs/\w+/)`", text)
 
@@ -311,7 +311,7 @@ def test_the_readme_names_files_in_place_of_links_which_lead_nowhere_on_a_packag
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_every_command_and_its_exit_codes_are_on_the_page_about_them() -> None:
+def test_every_command_is_documented_with_its_exit_codes() -> None:
     text = (DOCS / "commands.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `weightsync (\w+).*?` \|.*\| 0(.*) \|$", text, re.MULTILINE)
 
@@ -332,14 +332,14 @@ def commands(path: Path) -> list[str]:
     return alone + re.findall(r"`(weightsync [a-z][^`\n]*)`", text)
 
 
-def test_every_command_in_a_document_is_one_that_the_command_line_takes() -> None:
+def test_every_command_in_a_document_is_accepted_by_the_command_line() -> None:
     found = sorted({command for path in documents() for command in commands(path)})
 
     assert len(found) > 20
     assert [f"{command}: {said}" for command in found if (said := refusal(command))] == []
 
 
-def test_the_page_about_performance_has_every_option_of_the_bench_and_no_other() -> None:
+def test_the_performance_page_lists_exactly_the_options_of_the_bench() -> None:
     table = re.findall(r"^\| (`--.*?) \|", (DOCS / "performance.md").read_text(encoding="utf-8"), re.MULTILINE)
     bench = vars(importlib.import_module("weightsync.cli.bench"))["bench"]
     declared = typer.Typer(add_completion=False)
@@ -367,7 +367,7 @@ def refusal(command: str) -> str:
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_page_imports_or_names_of_the_package_is_there(path: Path) -> None:
+def test_every_name_of_the_package_that_a_document_uses_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     lines = re.findall(r"^from (weightsync[\w.]*) import ([\w, ]+)", text, re.MULTILINE)
     named = {f"{module}.{name}" for module, names in lines for name in re.split(r", *", names.strip())}
@@ -402,7 +402,7 @@ def defined() -> set[str]:
     return found | set(re.findall(r'^name = "(\w+)"', (ROOT / "spec/protocol.toml").read_text("utf-8"), re.MULTILINE))
 
 
-def test_the_glossary_names_what_there_is() -> None:
+def test_every_name_in_the_glossary_exists() -> None:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
     known = defined() | {"get_extra_state", "torch", "distributed"}  # names of torch
     known |= {part for former in FORMER_HOMES for part in former.split(".")}

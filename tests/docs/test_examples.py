@@ -13,13 +13,13 @@ from test_documents import DOCS, PAGES, ROOT, SCHEMES, TUTORIALS, programs
 PRINTS = "tests/docs/test_documents.py::test_the_programs_of_a_page_print_what_it_says"
 SCHEME = "tests/docs/test_documents.py::test_a_schemes_program_runs_and_prints_what_its_page_says"
 TUTORIAL = "tests/docs/test_documents.py::test_a_tutorials_program_runs_and_prints_what_its_page_says"
-IN_GUIDE = "tests/unit/schemes/test_start_methods.py::test_the_python_of_the_guide"
+IN_GUIDE = "tests/unit/schemes/test_start_methods.py::test_the_guides_code_replaces_a_lost_worker"
 GROUP_RAY = "tests/docs/test_documents.py::test_the_program_of_a_group_over_ray_serves_each_version"
 GROUP_RANKS = "tests/docs/test_documents.py::test_the_program_of_a_group_over_ranks_serves_each_version"
-WALK = "tests/docs/test_contributing.py::test_a_new_transport_is_made_as_contributing_says"
+WALK = "tests/docs/test_contributing.py::test_the_walk_of_contributing_adds_a_transport"
 README = (
-    "tests/unit/schemes/test_start_methods.py::test_the_example_of_the_readme",
-    "tests/unit/group/test_ppo.py::test_the_ppo_of_the_readme_ends_and_its_workers_act_with_the_versions_that_their_results_name",
+    "tests/unit/schemes/test_start_methods.py::test_the_readme_example_runs_and_prints_its_report",
+    "tests/unit/group/test_ppo.py::test_the_readmes_ppo_ends_and_its_results_name_the_versions_that_made_them",
 )
 
 #: For each page with Python, the tests that run its blocks, in order.
@@ -47,7 +47,7 @@ EXAMPLES: dict[str, str] = {
     ),
     "queue_transport.py": "tests/transports/conformance/test_example_in_docs.py::test_the_example_conforms",
     "torchrun_fsdp.py": (
-        "tests/docs/test_documents.py::test_the_program_of_two_ranks_serves_the_whole_model_and_every_rank_says_so"
+        "tests/docs/test_documents.py::test_the_fsdp_program_serves_the_whole_model_and_every_rank_reports_it"
     ),
 }
 #: The pages whose programs run nightly and not in CI, and why.
@@ -83,7 +83,7 @@ def is_python(code: str) -> bool:
     return any(isinstance(node, telling) for node in ast.walk(tree))
 
 
-def test_each_python_block_of_each_document_is_run_by_a_test_that_is_named_here() -> None:
+def test_each_python_block_of_the_documents_is_listed_with_the_test_that_runs_it() -> None:
     found = {
         str(path.relative_to(ROOT)): sum(language == "python" for language, _ in fences(path.read_text("utf-8")))
         for path in documents()
@@ -93,7 +93,7 @@ def test_each_python_block_of_each_document_is_run_by_a_test_that_is_named_here(
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_python_hides_in_a_block_without_a_language_or_an_indented_one(path: Path) -> None:
+def test_no_python_is_in_blocks_without_a_language_or_in_indented_blocks(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     hidden = [code for language, code in fences(text) if language in {"", "py", "python3"} and is_python(code)]
 
@@ -101,26 +101,26 @@ def test_no_python_hides_in_a_block_without_a_language_or_an_indented_one(path: 
 
 
 @pytest.mark.parametrize("test", sorted({*EXAMPLES.values(), *(each for tests in RUN_BY.values() for each in tests)}))
-def test_the_tests_named_here_exist(test: str) -> None:
+def test_the_listed_tests_exist(test: str) -> None:
     path, _, name = test.partition("::")
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
 
     slow = "pytest.mark.slow" in [ast.unparse(each) for each in function.decorator_list]
-    assert slow == (test == WALK), "what is slow runs each night only: NIGHTLY says why"
+    assert slow == (test == WALK), "a slow test runs only nightly: give the reason in NIGHTLY"
 
 
-def test_each_program_in_a_file_is_run_by_a_test_that_is_named_here() -> None:
+def test_each_example_file_is_listed_with_the_test_that_runs_it() -> None:
     assert {path.name for path in (DOCS / "examples").glob("*.py")} == EXAMPLES.keys()
 
 
-def test_the_pages_that_print_have_a_text_behind_each_program() -> None:
+def test_each_program_listed_as_printing_is_followed_by_its_output() -> None:
     printing = {f"docs/{name}.md": len(programs((DOCS / f"{name}.md").read_text("utf-8"))) for name in PAGES}
 
     assert printing == {name: by.count(PRINTS) for name, by in RUN_BY.items() if PRINTS in by}
 
 
-def test_what_runs_each_night_only_is_here_with_its_reason() -> None:
+def test_pages_that_run_only_nightly_are_listed_with_a_reason() -> None:
     tutorials = {f"docs/tutorials/{name}.md" for name, marks in TUTORIALS.items() if pytest.mark.slow in marks}
 
     assert NIGHTLY.keys() == {*tutorials, "CONTRIBUTING.md"}

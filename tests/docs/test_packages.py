@@ -23,7 +23,7 @@ def test_wheel_and_sdist_work_in_an_empty_environment() -> None:
 
 
 @pytest.mark.parametrize(("ci", "status"), [("true", 1), ("", 0)])
-def test_a_python_that_cannot_be_had_is_named_and_fails_in_ci(
+def test_a_missing_python_is_reported_and_fails_in_ci(
     ci: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CI", ci)
@@ -43,7 +43,7 @@ def test_a_python_that_cannot_be_had_is_named_and_fails_in_ci(
     assert packages.matrix([]) == 1
 
 
-def test_the_lowest_releases_are_those_of_all_that_is_installed_for_the_tests() -> None:
+def test_lowest_releases_cover_the_dependencies_of_the_tests() -> None:
     found = packages._lowest()
 
     assert {each.partition("==")[0] for each in found} >= {

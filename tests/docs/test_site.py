@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "spec" / "site"
 
 
-NOWHERE = "\n[nowhere](nowhere.md)\n"
+BROKEN_LINK = "\n[nowhere](nowhere.md)\n"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, to) if source.is_dir() else shutil.copy(source, to)
     guide = copied / "docs" / "guide.md"
-    guide.write_text(guide.read_text(encoding="utf-8") + NOWHERE, encoding="utf-8")
+    guide.write_text(guide.read_text(encoding="utf-8") + BROKEN_LINK, encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "-f", str(copied / "spec/site/mkdocs.yml"), "-d", str(site)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     return site, subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
@@ -63,13 +63,13 @@ def test_every_public_name_is_in_the_reference_with_its_docstring(site: Path) ->
     assert "A strict state machine" in pages["sender"]
 
 
-def test_the_pages_beside_docs_are_on_the_site_and_links_lead_to_them(site: Path) -> None:
+def test_pages_outside_docs_are_on_the_site_and_linked(site: Path) -> None:
     for place in hooks().PROJECT.values():
         assert (site / place).with_suffix(".html").exists() or (site / place).parent.joinpath("index.html").exists()
     assert 'href="project/index.html"' in (site / "index.html").read_text(encoding="utf-8")
 
 
-def test_a_link_that_leads_nowhere_ends_the_build_and_nothing_else_does(
+def test_the_build_fails_for_a_broken_link_and_has_no_other_warning(
     built: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     _, done = built

@@ -89,7 +89,7 @@ OWN = {
     ),
     "weightsync.engine.packer": (
         "tests/unit/engine/test_parts.py::test_several_threads",
-        "tests/unit/engine/test_parts.py::test_only_those",
+        "tests/unit/engine/test_parts.py::test_only_targets",
         "tests/transports/store/test_store_parts.py::test_parts_whose_digest",
         "tests/unit/engine/test_packer.py",
         "tests/unit/engine/test_slots_at_connect.py",
@@ -101,8 +101,8 @@ OWN = {
     "weightsync.engine.applier": (
         "tests/unit/schemes/test_verified_updates.py::test_g2_a_slot",
         "tests/torchrl/generation_b/test_background_functional.py",
-        "tests/unit/engine/test_parts.py::test_g2_what_was_hashed",
-        "tests/unit/engine/test_parts.py::test_what_a_worker_writes_over",
+        "tests/unit/engine/test_parts.py::test_g2_bytes_hashed",
+        "tests/unit/engine/test_parts.py::test_parts_overwritten",
         "tests/unit/engine/test_applier.py",
         "tests/unit/engine/test_served_model.py",
         "tests/transports/device/",
@@ -110,7 +110,7 @@ OWN = {
         "tests/unit/schemes/test_verified_updates.py",
     ),
     "weightsync.engine.receiver_driver": (
-        "tests/unit/engine/test_parts.py::test_g2_what_was_hashed",
+        "tests/unit/engine/test_parts.py::test_g2_bytes_hashed",
         "tests/unit/engine/test_receiver_driver.py",
         "tests/unit/engine/test_steady_links.py",
         "tests/unit/schemes/test_delta.py",
@@ -154,7 +154,7 @@ OWN = {
         "tests/unit/weights/test_odd_tensors.py::test_a_destination_made_anew",
         "tests/unit/weights/test_odd_tensors.py::test_memory_that_was_shrunk",
         "tests/unit/weights/test_target_refusals.py::test_a_destination_that_was_refused",
-        "tests/unit/weights/test_target_refusals.py::test_what_was_refused",
+        "tests/unit/weights/test_target_refusals.py::test_an_update_refused_for",
         "tests/unit/weights/test_target.py::test_parameters_of_a_dict",
         "tests/unit/weights/test_target.py::test_extra_state_goes_to",
         "tests/torchrl/generation_b/test_background_functional.py",

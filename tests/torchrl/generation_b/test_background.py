@@ -63,9 +63,7 @@ def _raise() -> None:
 
 
 @pytest.mark.parametrize(("threads", "raising"), [(1, False), (1, True), (2, False)], ids=["one", "raising", "two"])
-def test_g3_no_forward_sees_two_versions_and_a_busy_worker_starves_no_swap(
-    duo: Duo, threads: int, raising: bool
-) -> None:
+def test_g3_no_forward_sees_two_versions_and_a_busy_worker_still_swaps(duo: Duo, threads: int, raising: bool) -> None:
     ended = threading.Event()
     everything: list[list[set[float]]] = []
 
@@ -89,7 +87,7 @@ def test_g3_no_forward_sees_two_versions_and_a_busy_worker_starves_no_swap(
     assert len(set(map(tuple, seen))) > 1
 
 
-def test_a_failed_connect_whose_end_was_interrupted_leaves_no_reader_beside_that_of_the_next(
+def test_a_failed_connect_whose_cleanup_was_interrupted_leaves_no_background_reader(
     scheme_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first reader would have acked versions that the second had to pass on."""
@@ -142,7 +140,7 @@ def test_a_version_that_arrives_during_a_forward_goes_live_after_it(duo: Duo) ->
     assert duo.model() == {2.0}
 
 
-def test_the_outermost_forward_makes_live_what_is_staged_in_its_own_thread(duo: Duo) -> None:
+def test_the_outermost_forward_swaps_a_staged_version_in_its_own_thread(duo: Duo) -> None:
     """In a worker that is never idle, the next forward begins before the reader can swap."""
     receiver = duo.receiving.get_receiver()
     swapped: list[str] = []
@@ -162,7 +160,7 @@ def test_the_outermost_forward_makes_live_what_is_staged_in_its_own_thread(duo: 
     assert swapped == [threading.current_thread().name]
 
 
-def test_an_idle_worker_answers(duo: Duo) -> None:
+def test_an_idle_worker_applies_and_acks_a_version(duo: Duo) -> None:
     assert duo.send(2.0, timeout=PATIENCE).ok
     assert duo.receiving.get_receiver().version == 2
 
@@ -188,7 +186,7 @@ def test_nested_forwards_serve_one_version(duo: Duo) -> None:
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_forward_that_is_captured_as_a_graph_swaps_nothing(
+def test_a_forward_captured_as_a_cuda_graph_swaps_no_staged_version(
     duo: Duo, captures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver, swaps = duo.receiving.get_receiver(), list[float]()
@@ -205,7 +203,7 @@ def test_a_forward_that_is_captured_as_a_graph_swaps_nothing(
 
 
 @pytest.mark.parametrize("error", [Oops(), KeyboardInterrupt()], ids=repr)
-def test_a_forward_that_raises_lets_go_of_the_version(duo: Duo, error: BaseException) -> None:
+def test_a_forward_that_raises_does_not_block_the_next_swap(duo: Duo, error: BaseException) -> None:
     """torch calls no hooks after a KeyboardInterrupt."""
     duo.model.fails = error
     with pytest.raises(type(error)):
@@ -216,7 +214,7 @@ def test_a_forward_that_raises_lets_go_of_the_version(duo: Duo, error: BaseExcep
     assert duo.model() == {2.0}
 
 
-def test_a_block_of_serving_holds_the_version_where_call_is_bypassed(duo: Duo) -> None:
+def test_a_serving_block_holds_the_version_for_direct_calls_of_forward(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
     with receiver.serving() as version:
         with hours(60), pytest.raises(AckTimeoutError):
@@ -227,7 +225,7 @@ def test_a_block_of_serving_holds_the_version_where_call_is_bypassed(duo: Duo) -
     assert (receiver.version, duo.model.forward()) == (2, {2.0})
 
 
-def test_blocks_of_serving_without_a_pause_starve_no_swap(duo: Duo) -> None:
+def test_back_to_back_serving_blocks_do_not_starve_swaps(duo: Duo) -> None:
     receiver, ended = duo.receiving.get_receiver(), threading.Event()
     seen: set[tuple[int | None, float]] = set()
 
@@ -250,7 +248,7 @@ def test_blocks_of_serving_without_a_pause_starve_no_swap(duo: Duo) -> None:
     assert all(version == value for version, value in seen)
 
 
-def test_a_tensordict_is_served_in_blocks(scheme_class: Any) -> None:
+def test_a_dict_of_tensors_is_served_in_serving_blocks(scheme_class: Any) -> None:
     made = Duo(scheme_class, make=lambda fill: nn.ParameterDict({"a": torch.full((3,), fill)}))
     made.model = {"a": torch.zeros(3)}
     made.connect()
@@ -281,25 +279,25 @@ def test_receive_waits_for_the_next_version(duo: Duo) -> None:
     assert received[0]["mark"].tolist() == [2.0] * 64
 
 
-def test_the_receivers_own_receive_waits_for_the_thread(duo: Duo) -> None:
+def test_receiver_receive_waits_for_the_background_reader(duo: Duo) -> None:
     duo.send(2.0)
 
     assert duo.receiving.get_receiver().receive(timeout=PATIENCE) is True
     assert duo.receiving.get_receiver().receive(timeout=0) is False
 
 
-def test_an_interrupt_just_as_receive_begins_does_not_stop_the_thread(
+def test_an_interrupt_at_the_start_of_receive_does_not_stop_the_background_reader(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interrupt used to leave the lock held, so that the reader stopped answering."""
 
-    def struck(condition: Any) -> None:
+    def enter_interrupted(condition: Any) -> None:
         condition._lock.acquire()
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt  # as from a signal handler, which runs after a C function has returned
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Condition, "__enter__", struck)
+        patched.setattr(threading.Condition, "__enter__", enter_interrupted)
         with contextlib.suppress(KeyboardInterrupt):
             duo.receiving.get_receiver().receive(timeout=0.0)
 
@@ -307,7 +305,7 @@ def test_an_interrupt_just_as_receive_begins_does_not_stop_the_thread(
         assert duo.send(fill, timeout=PATIENCE).ok
 
 
-def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(duo: Duo) -> None:
+def test_a_refused_version_makes_receive_return_none_and_is_reported_to_the_sender(duo: Duo) -> None:
     duo.sending.model = None  # or the trainer would refuse the weights itself
     with pytest.raises(RefusedError):
         duo.sending.send({"another": torch.zeros(3)})
@@ -317,7 +315,7 @@ def test_a_refused_version_ends_receive_with_none_and_is_reported_to_the_sender(
     assert duo.model() == {1.0}
 
 
-def test_a_version_that_went_live_is_given_although_a_later_one_was_refused(duo: Duo) -> None:
+def test_receive_returns_the_applied_version_although_a_later_one_was_refused(duo: Duo) -> None:
     duo.send(2.0)
     duo.sending.model = None
     with pytest.raises(RefusedError):
@@ -336,7 +334,7 @@ def test_weights_applied_by_hand_are_not_a_version(duo: Duo) -> None:
     assert duo.model() == {2.0}
 
 
-def test_applied_by_hand_not_in_place_gives_new_tensors(scheme_class: Any) -> None:
+def test_apply_weights_with_inplace_false_creates_new_tensors(scheme_class: Any) -> None:
     made = Duo(scheme_class, make=lambda fill: nn.ParameterDict({"a": torch.full((3,), fill)}))
     made.model = {"a": torch.zeros(3)}
     made.connect()
@@ -351,17 +349,17 @@ def test_applied_by_hand_not_in_place_gives_new_tensors(scheme_class: Any) -> No
 # -------------------------------------------------------------------------------------- how it ends and begins
 
 
-def threads_of_ours() -> list[str]:
+def weightsync_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("weightsync")]
 
 
-def test_the_thread_ends_at_shutdown_and_the_guard_with_it(duo: Duo) -> None:
-    assert threads_of_ours() == ["weightsync receiver of 'policy'"]
+def test_shutdown_ends_the_background_reader_and_removes_the_forward_hooks(duo: Duo) -> None:
+    assert weightsync_threads() == ["weightsync receiver of 'policy'"]
 
     duo.receiving.shutdown()
     duo.receiving.shutdown()
 
-    assert threads_of_ours() == []
+    assert weightsync_threads() == []
     assert not duo.model._forward_pre_hooks
     assert not duo.model._forward_hooks
     assert duo.receiving.get_receiver().state is State.CLOSED
@@ -369,21 +367,21 @@ def test_the_thread_ends_at_shutdown_and_the_guard_with_it(duo: Duo) -> None:
         duo.receiving.receive(timeout=0)
 
 
-def test_the_thread_ends_when_the_sender_is_gone_and_says_so_at_each_receive(duo: Duo) -> None:
+def test_the_background_reader_ends_with_its_sender_and_each_receive_raises(duo: Duo) -> None:
     duo.sending.shutdown()
 
     for _ in range(2):
         with pytest.raises(TransportError, match="no sender any more"):
             duo.receiving.receive(timeout=PATIENCE)
-    while threads_of_ours():
+    while weightsync_threads():
         os.sched_yield()
     assert duo.model() == {1.0}
 
 
-def test_a_version_that_went_live_is_given_before_the_end_of_its_sender_is_told(duo: Duo) -> None:
+def test_receive_returns_the_applied_version_before_it_raises_that_the_sender_is_gone(duo: Duo) -> None:
     duo.send(2.0)
     duo.sending.shutdown()
-    while threads_of_ours():
+    while weightsync_threads():
         os.sched_yield()
 
     assert duo.receiving.receive(timeout=0)["mark"].tolist() == [2.0] * 64
@@ -392,9 +390,9 @@ def test_a_version_that_went_live_is_given_before_the_end_of_its_sender_is_told(
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: Duo, noticed: bool) -> None:
+def test_a_new_link_restarts_the_background_reader_and_clears_the_lost_link_error(duo: Duo, noticed: bool) -> None:
     duo.sending.shutdown()
-    while threads_of_ours():
+    while weightsync_threads():
         os.sched_yield()
     if noticed:
         with pytest.raises(TransportError):
@@ -413,7 +411,7 @@ def test_with_a_new_link_it_starts_again_and_tells_of_the_lost_one_no_more(duo: 
     theirs.close()
 
 
-def test_an_interrupt_as_connect_starts_the_thread_is_raised_and_connect_may_be_called_again(
+def test_an_interrupt_while_connect_starts_the_reader_is_raised_and_connect_can_be_retried(
     scheme_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     duo, start = Duo(scheme_class), threading.Thread.start
@@ -435,9 +433,7 @@ def test_an_interrupt_as_connect_starts_the_thread_is_raised_and_connect_may_be_
     duo.end()
 
 
-def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
-    duo: Duo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_added_while_the_background_reader_is_ending_is_read(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, ended, go_on, called = duo.receiving.get_receiver(), *(threading.Event() for _ in range(3))
     shipped = receiver.receive_and_apply_here
 
@@ -452,7 +448,7 @@ def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
 
     monkeypatch.setattr(receiver, "receive_and_apply_here", delayed)
     receiver.driver.waker.fire()
-    assert called.wait(PATIENCE), "the thread is past the call that was under way"
+    assert called.wait(PATIENCE), "the reader must be inside the delayed call"
     duo.sending.shutdown()
     assert ended.wait(PATIENCE)
     monkeypatch.undo()
@@ -469,7 +465,7 @@ def test_a_link_that_is_added_while_the_thread_is_about_to_end_is_read(
     theirs.close()
 
 
-def test_a_receive_that_waits_when_the_thread_is_stopped_reads_the_next_version_itself(
+def test_a_waiting_receive_reads_the_next_version_itself_after_the_reader_is_stopped(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A `connect` that fails stops the reader, for which a `receive` in another thread may be waiting."""
@@ -491,7 +487,7 @@ def test_a_receive_that_waits_when_the_thread_is_stopped_reads_the_next_version_
     assert duo.model() == {2.0}
 
 
-def test_an_interrupted_stop_does_not_undo_that_of_another_thread(
+def test_an_interrupted_stop_does_not_undo_a_concurrent_stop(
     duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver, joins, busy, go_on = duo.receiving.get_receiver(), *(threading.Event() for _ in range(3))
@@ -503,7 +499,7 @@ def test_an_interrupted_stop_does_not_undo_that_of_another_thread(
     assert isinstance(background, Background)
     reading = background._thread
 
-    def of_the_users() -> bool | None:
+    def in_user_code() -> bool | None:
         busy.set()
         assert go_on.wait(PATIENCE)
         return shipped()
@@ -516,7 +512,7 @@ def test_an_interrupted_stop_does_not_undo_that_of_another_thread(
             joins.set()
         join(thread, timeout)
 
-    monkeypatch.setattr(receiver, "receive_and_apply_here", of_the_users)
+    monkeypatch.setattr(receiver, "receive_and_apply_here", in_user_code)
     receiver.driver.waker.fire()
     assert busy.wait(PATIENCE)
     monkeypatch.setattr(threading.Thread, "join", join_or_interrupt)
@@ -529,7 +525,7 @@ def test_an_interrupted_stop_does_not_undo_that_of_another_thread(
     assert "still runs your own code" not in caplog.text
 
 
-def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_the_trainer(
+def test_an_unexpected_reader_error_is_raised_by_receive_and_reported_to_the_trainer(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attend(self: Background) -> None:
@@ -545,7 +541,7 @@ def test_an_unforeseen_error_on_the_thread_is_raised_by_receive_and_reported_to_
         duo.send(2.0, timeout=PATIENCE)
 
 
-def test_an_unforeseen_error_of_the_threads_wait_is_raised_by_receive_too(
+def test_an_unexpected_error_in_the_readers_wait_is_raised_by_receive(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(timeout: float | None, since: int) -> Any:
@@ -558,7 +554,7 @@ def test_an_unforeseen_error_of_the_threads_wait_is_raised_by_receive_too(
         duo.receiving.receive(timeout=PATIENCE)
 
 
-def test_a_transport_error_of_the_users_own_code_ends_the_thread_though_its_link_lives(
+def test_a_transport_error_from_user_code_ends_the_background_reader_but_not_its_link(
     duo: Duo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attend(self: Background) -> None:
@@ -570,12 +566,12 @@ def test_a_transport_error_of_the_users_own_code_ends_the_thread_though_its_link
     with pytest.raises(TransportError, match="of a relay of the user's"):
         duo.receiving.receive(timeout=PATIENCE)
 
-    while threads_of_ours():
+    while weightsync_threads():
         os.sched_yield()
     assert receiver.links()
 
 
-def test_what_a_property_of_the_users_raises_refuses_the_version_and_later_ones_are_applied(duo: Duo) -> None:
+def test_an_error_in_a_users_property_refuses_the_version_and_later_versions_are_applied(duo: Duo) -> None:
     receiver, model = duo.receiving.get_receiver(), duo.receiving.model
 
     class Holder:
@@ -638,10 +634,10 @@ def test_a_swap_that_broke_half_way_makes_guarded_forwards_raise(scheme_class: A
     made.end()
 
 
-def test_a_forked_child_has_no_thread_and_no_guard(duo: Duo) -> None:
+def test_a_forked_child_has_no_background_reader_and_no_forward_hooks(duo: Duo) -> None:
     child = os.fork()
     if child == 0:
-        fine = not duo.model._forward_hooks and duo.model() == {1.0} and threads_of_ours() == []
+        fine = not duo.model._forward_hooks and duo.model() == {1.0} and weightsync_threads() == []
         os._exit(0 if fine and not duo.receiving.initialized_on_receiver else 1)
     _, status = os.waitpid(child, 0)
 
@@ -652,7 +648,7 @@ def test_a_forked_child_has_no_thread_and_no_guard(duo: Duo) -> None:
 # ----------------------------------------------------------------------------------------------- the model
 
 
-def test_the_guard_moves_with_the_model_and_an_equal_model_serves_the_same_version(duo: Duo) -> None:
+def test_setting_an_equal_model_moves_the_forward_hooks_and_keeps_the_version(duo: Duo) -> None:
     another = copy.deepcopy(duo.model)
 
     duo.receiving.model = another
@@ -664,7 +660,7 @@ def test_the_guard_moves_with_the_model_and_an_equal_model_serves_the_same_versi
     assert (duo.model(), another()) == ({1.0}, {2.0})
 
 
-class Struck(Reader):
+class RaisesSignalAtHook(Reader):
     """A model that raises SIGUSR1 while a hook is registered."""
 
     receiver: WeightReceiver
@@ -675,9 +671,9 @@ class Struck(Reader):
         return super().register_forward_pre_hook(*given, **named)
 
 
-def test_a_signal_handler_may_close_the_receiver_while_its_thread_moves_the_guard(duo: Duo) -> None:
+def test_a_signal_handler_may_close_the_receiver_while_register_model_moves_the_hooks(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
-    another, before = Struck(), signal.signal(signal.SIGUSR1, lambda *_: receiver.close())
+    another, before = RaisesSignalAtHook(), signal.signal(signal.SIGUSR1, lambda *_: receiver.close())
     another.receiver = receiver
     try:
         receiver.register_model(another)
@@ -689,7 +685,7 @@ def test_a_signal_handler_may_close_the_receiver_while_its_thread_moves_the_guar
     assert not another._forward_pre_hooks
 
 
-def test_a_model_that_holds_other_weights_serves_no_version_yet(duo: Duo) -> None:
+def test_a_newly_set_model_with_other_weights_serves_no_version_until_the_next_send(duo: Duo) -> None:
     duo.receiving.model = reader(5.0)
 
     assert duo.receiving.get_receiver().version is None
@@ -710,7 +706,7 @@ def test_a_copy_of_a_guarded_model_is_not_guarded() -> None:
     made.end()
 
 
-def test_nobody_hands_updates_out_beside_the_thread_that_applies_them(duo: Duo) -> None:
+def test_take_update_and_has_update_raise_while_the_background_reader_runs(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
     for asked in (lambda: receiver.take_update(0.0), receiver.has_update):
         with pytest.raises(StateError, match="in the background and applies updates"):

@@ -23,7 +23,7 @@ def held(model: nn.Module) -> set[float]:
     return {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
 
 
-def test_g2_a_module_that_was_replaced_gets_the_next_version_and_the_guard() -> None:
+def test_g2_a_replacement_module_gets_the_next_version_and_the_forward_hooks() -> None:
     ours, theirs = multiprocessing.Pipe()
     source, actor = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, Actor()
     with MultiProcessWeightSyncScheme() as sending, MultiProcessWeightSyncScheme() as receiving:

@@ -29,12 +29,12 @@ class Graph:
         self.fails: set[str] = set()
 
     def capture_begin(self) -> None:
-        self._ends("begin")
+        self._fail_on_request("begin")
 
     def capture_end(self) -> None:
-        self._ends("end")
+        self._fail_on_request("end")
 
-    def _ends(self, what: str) -> None:
+    def _fail_on_request(self, what: str) -> None:
         if what in self.fails:
             raise RuntimeError(f"capture_{what}")
 
@@ -70,7 +70,7 @@ def capture(graph: Any) -> None:
     graph.capture_end()
 
 
-def test_a_background_reader_calls_no_device_while_another_thread_captures(
+def test_a_background_reader_applies_no_version_while_another_thread_captures(
     duo: Duo, graphs: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
@@ -89,7 +89,7 @@ def test_a_background_reader_calls_no_device_while_another_thread_captures(
     assert constants(duo.model) == {3.0}
 
 
-def test_a_forward_makes_no_version_live_while_another_thread_captures(
+def test_a_forward_swaps_no_version_while_another_thread_captures(
     duo: Duo, graphs: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
@@ -109,7 +109,7 @@ def test_a_forward_makes_no_version_live_while_another_thread_captures(
     assert constants(duo.model) == {3.0}
 
 
-class PassesOn:
+class CapturingRelay:
     """A relay. While it passes weights on to its workers, another thread begins a capture."""
 
     def __init__(self, graph: Any) -> None:
@@ -123,8 +123,8 @@ class PassesOn:
             self.too_early = self.captured.wait(A_WHILE)
 
 
-def test_nor_does_it_pass_weights_on_to_workers_of_its_own_while_another_thread_captures(graphs: Captures) -> None:
-    passing = PassesOn(graph_of(graphs))
+def test_no_other_thread_captures_while_a_relay_passes_weights_on_to_its_workers(graphs: Captures) -> None:
+    passing = CapturingRelay(graph_of(graphs))
     duo = Duo(MultiProcessWeightSyncScheme)
     duo.connect(context=passing)
     try:
@@ -135,7 +135,7 @@ def test_nor_does_it_pass_weights_on_to_workers_of_its_own_while_another_thread_
         duo.end()
 
 
-def test_a_capture_begins_once_no_other_thread_receives(graphs: Captures) -> None:
+def test_a_capture_waits_until_no_other_thread_receives(graphs: Captures) -> None:
     graph, ended = graph_of(graphs), threading.Event()
     with contextlib.ExitStack() as receiving:
         receiving.enter_context(graphs.apart())
@@ -145,7 +145,7 @@ def test_a_capture_begins_once_no_other_thread_receives(graphs: Captures) -> Non
     assert ended.is_set()
 
 
-def test_who_captures_without_a_pause_lets_a_thread_that_waits_receive(graphs: Captures) -> None:
+def test_back_to_back_captures_let_a_waiting_thread_receive_between_them(graphs: Captures) -> None:
     graph, received = graph_of(graphs), threading.Event()
     with graphs.apart():
         pass
@@ -166,7 +166,7 @@ def test_who_captures_without_a_pause_lets_a_thread_that_waits_receive(graphs: C
 
 
 @pytest.mark.parametrize("fails", ["begin", "end"])
-def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> None:
+def test_a_failed_capture_does_not_block_other_threads(graphs: Captures, fails: str) -> None:
     graph = graph_of(graphs)
     with graphs.apart():  # does not keep this thread itself from capturing
         capture(graph)
@@ -177,7 +177,9 @@ def test_a_capture_that_fails_holds_nobody_up(graphs: Captures, fails: str) -> N
     assert not graphs.under_way
 
 
-def test_a_capture_that_never_ends_holds_nobody_up_forever(graphs: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_never_ends_blocks_other_threads_for_a_limited_time(
+    graphs: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(captures, "PATIENCE", 0.01)
     with graphs.apart():
         pass

@@ -62,7 +62,7 @@ def stage(duo: Duo, fill: float) -> None:
         threading.Event().wait(0.001)
 
 
-def test_what_happens_before_and_after_a_forward_is_not_compiled(compiled: Any) -> None:
+def test_forward_hooks_that_swap_versions_are_not_compiled(compiled: Any) -> None:
     duo, model, graphs = compiled
     sender, zero = duo.sending.get_sender(), torch.zeros(2)
     assert model(zero).tolist() == [2.0, 2.0]

@@ -43,7 +43,7 @@ def until(met: Callable[[], bool]) -> None:
         threading.Event().wait(0.001)
 
 
-def test_g2_a_version_does_not_go_live_in_tensors_that_a_forward_was_given(
+def test_g2_a_version_is_not_swapped_into_tensors_passed_to_functional_call(
     duo: Duo, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver, sender = duo.receiving.get_receiver(), duo.sending.get_sender()
@@ -70,7 +70,7 @@ def test_g2_a_version_does_not_go_live_in_tensors_that_a_forward_was_given(
     assert duo.model() == {3.0}
 
 
-def test_parameters_that_were_replaced_for_good_get_the_next_version(duo: Duo) -> None:
+def test_permanently_replaced_parameters_get_the_next_version(duo: Duo) -> None:
     duo.model.parts[0] = nn.Parameter(torch.zeros(64))
 
     assert duo.send(2.0).ok

@@ -59,11 +59,11 @@ def nested(kind: OutcomeKind) -> SyncReport:
     return SyncReport(model_id="policy", version=3, incarnation=1, outcomes={0: Outcome(kind=kind, reason="so it is")})
 
 
-def test_the_first_version_is_handed_on_too(manager: Manager) -> None:
+def test_a_relay_passes_on_the_first_version(manager: Manager) -> None:
     assert manager.asked == [("policy", {1.0})]
 
 
-def test_g2_weights_that_took_a_versions_place_before_it_was_handed_on_are_not_handed_on_for_it(
+def test_g2_a_relay_does_not_pass_on_other_weights_registered_before_it_relayed_a_version(
     manager: Manager,
 ) -> None:
     manager.result = nested(OutcomeKind.APPLIED)
@@ -99,7 +99,7 @@ class Unconnected:
 
 
 @pytest.mark.parametrize("what", ["it has connected", "it was shut down"])
-def test_a_collector_that_is_being_made_is_handed_the_first_version_once(what: str, scheme_class: Any) -> None:
+def test_relaying_the_first_version_waits_for_the_collectors_own_schemes(what: str, scheme_class: Any) -> None:
     """TorchRL's collectors connect the schemes by which they receive before the schemes for their own workers."""
     duo = Duo(scheme_class, strategy="tensordict")
     made: Any = Manager(duo)
@@ -120,7 +120,7 @@ def test_a_collector_that_is_being_made_is_handed_the_first_version_once(what: s
     duo.end()
 
 
-def test_a_context_that_was_set_before_init_is_handed_versions_too(scheme_class: Any) -> None:
+def test_a_context_set_before_init_is_called_with_each_version(scheme_class: Any) -> None:
     """TorchRL's InferenceServer sets the context in this way, and counts versions by these calls."""
     duo = Duo(scheme_class, strategy="tensordict")
     duo.receiving.context = made = Manager(duo)
@@ -132,7 +132,7 @@ def test_a_context_that_was_set_before_init_is_handed_versions_too(scheme_class:
     duo.end()
 
 
-def test_what_is_handed_on_is_live_already_and_its_report_travels(manager: Manager) -> None:
+def test_a_version_is_live_before_it_is_relayed_and_the_relays_report_is_nested(manager: Manager) -> None:
     manager.result = nested(OutcomeKind.APPLIED)
 
     report = manager.duo.send(2.0)
@@ -143,7 +143,7 @@ def test_what_is_handed_on_is_live_already_and_its_report_travels(manager: Manag
     assert report[0].nested == manager.result
 
 
-def test_the_answer_waits_for_it(manager: Manager) -> None:
+def test_the_ack_waits_until_the_version_is_relayed(manager: Manager) -> None:
     go_on = threading.Event()
     manager.result = None
     shipped = Manager.update_policy_weights_
@@ -164,7 +164,7 @@ def test_the_answer_waits_for_it(manager: Manager) -> None:
     assert sent[0].ok
 
 
-def test_a_send_raises_unless_everybody_below_applied_it(manager: Manager) -> None:
+def test_a_send_raises_unless_all_workers_of_a_relay_applied_the_version(manager: Manager) -> None:
     manager.result = nested(OutcomeKind.TIMED_OUT)
 
     with pytest.raises(SyncError, match="it forwards to") as raised:
@@ -175,7 +175,7 @@ def test_a_send_raises_unless_everybody_below_applied_it(manager: Manager) -> No
     assert manager.duo.model() == {2.0}
 
 
-def test_g11_an_async_method_that_never_ran_is_no_success(manager: Manager) -> None:
+def test_g11_an_async_relay_method_that_is_never_awaited_is_not_a_success(manager: Manager) -> None:
     async def never() -> None:
         raise AssertionError
 
@@ -185,7 +185,7 @@ def test_g11_an_async_method_that_never_ran_is_no_success(manager: Manager) -> N
         manager.duo.send(2.0)
 
 
-def test_a_report_that_was_raised_travels(manager: Manager) -> None:
+def test_a_report_raised_by_a_relay_is_nested_in_the_senders_report(manager: Manager) -> None:
     manager.result = nested(OutcomeKind.LOST).error()
 
     report = manager.duo.send(2.0, on_failure="report")
@@ -195,7 +195,9 @@ def test_a_report_that_was_raised_travels(manager: Manager) -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("planted"), SyncError("planted")], ids=["any", "without a report"])
-def test_any_other_error_is_reported_and_the_worker_serves_the_version(manager: Manager, error: Exception) -> None:
+def test_any_other_relay_error_is_reported_and_the_worker_serves_the_version(
+    manager: Manager, error: Exception
+) -> None:
     manager.result = error
 
     with pytest.raises(SyncError, match="planted") as raised:
@@ -208,13 +210,13 @@ def test_any_other_error_is_reported_and_the_worker_serves_the_version(manager: 
     assert repr(error) in outcome.nested[0].reason
     assert "update_policy_weights_" in outcome.nested[0].remote_traceback
     assert manager.duo.model() == {2.0}
-    manager.result = "what is no report counts for nothing"
+    manager.result = "a result that is no report is ignored"
     report = manager.duo.send(3.0)
     assert report.ok
     assert report[0].nested is None
 
 
-def test_a_forward_that_swaps_leaves_the_relaying_to_the_thread(manager: Manager) -> None:
+def test_a_forward_that_swaps_leaves_relaying_to_the_background_reader(manager: Manager) -> None:
     stop = threading.Event()
 
     def serve() -> set[float]:
@@ -232,7 +234,7 @@ def test_a_forward_that_swaps_leaves_the_relaying_to_the_thread(manager: Manager
     assert 39.0 in seen[0] | manager.duo.model()
 
 
-class Leaf:
+class CollectorWithoutWorkers:
     """Like a TorchRL collector without workers of its own, which has the method but no scheme for its workers."""
 
     def __init__(self, schemes: Any) -> None:
@@ -245,14 +247,14 @@ class Leaf:
 @pytest.mark.parametrize("schemes", [None, {}, {"value": object()}])
 def test_a_collector_without_workers_is_not_asked_to_relay(schemes: Any) -> None:
     duo = Duo(SharedMemWeightSyncScheme)
-    leaf = Leaf(schemes)
+    leaf = CollectorWithoutWorkers(schemes)
     duo.connect(context=leaf)
 
     assert duo.send(2.0)[0].nested is None
     duo.end()
 
 
-class Branch(Leaf):
+class CollectorWithWorkers(CollectorWithoutWorkers):
     """Like a TorchRL collector with workers of its own, whose schemes take a TensorDict."""
 
     handed: Any = None
@@ -262,9 +264,9 @@ class Branch(Leaf):
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(strategy: str) -> None:
+def test_a_collector_with_workers_gets_a_tensordict_with_any_strategy(strategy: str) -> None:
     duo = Duo(SharedMemWeightSyncScheme, strategy=strategy)
-    branch = Branch({"policy": object()})
+    branch = CollectorWithWorkers({"policy": object()})
     duo.connect(context=branch)
 
     assert isinstance(branch.handed, TensorDictBase)
@@ -272,9 +274,9 @@ def test_a_collector_with_workers_is_handed_a_tensordict_whatever_the_strategy(s
     duo.end()
 
 
-def test_a_context_that_is_not_torchrls_is_handed_what_the_strategy_returns() -> None:
+def test_a_context_that_is_not_a_torchrl_collector_gets_weights_in_the_strategys_form() -> None:
     duo = Duo(SharedMemWeightSyncScheme, strategy="state_dict")
-    plain = Branch(None)
+    plain = CollectorWithWorkers(None)
     del plain._weight_sync_schemes
     duo.connect(context=plain)
 
@@ -283,7 +285,7 @@ def test_a_context_that_is_not_torchrls_is_handed_what_the_strategy_returns() ->
     duo.end()
 
 
-class Relaying(Branch):
+class CollectorWithoutPolicy(CollectorWithWorkers):
     """A collector without a policy, whose workers make their own. It raises the error of TorchRL's collectors."""
 
     policy = None
@@ -292,9 +294,9 @@ class Relaying(Branch):
         raise ValueError(f"No policy found for model_id {model_id!r}")
 
 
-def test_a_collector_without_a_model_hands_on_what_came_and_answers_with_its_digest() -> None:
+def test_a_collector_without_a_model_relays_the_weights_and_acks_with_their_digest() -> None:
     duo = Duo(SharedMemWeightSyncScheme)
-    relaying = Relaying({"policy": object()})
+    relaying = CollectorWithoutPolicy({"policy": object()})
     duo.connect(context=relaying, model=None)
 
     report = duo.send(2.0)
@@ -308,13 +310,13 @@ def test_a_collector_without_a_model_hands_on_what_came_and_answers_with_its_dig
     }
     assert receiver.digest() == Target(duo.source).digest()
     duo.send(3.0)
-    assert set(handed["mark"].tolist()) == {2.0}, "what was handed on is not written over"
+    assert set(handed["mark"].tolist()) == {2.0}, "weights that were passed on must not be overwritten"
     duo.end()
 
 
-def test_a_collector_without_a_model_or_workers_of_its_own_is_told_that_it_has_none() -> None:
+def test_a_collector_with_neither_model_nor_workers_raises_model_path_error() -> None:
     duo = Duo(SharedMemWeightSyncScheme)
-    leaf = Relaying({"value": object()})
+    leaf = CollectorWithoutPolicy({"value": object()})
     duo.arrive(context=leaf, model=None)
 
     with pytest.raises(ModelPathError, match="'policy' is None"):
@@ -333,12 +335,12 @@ class WithNotes(nn.Module):
         return {"notes": 1}
 
     def set_extra_state(self, state: Any) -> None:
-        raise AssertionError("nobody has it")
+        raise AssertionError("no worker has this model")
 
 
-def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
+def test_a_relay_without_a_model_refuses_extra_state_that_it_cannot_pass_on() -> None:
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
-    relaying = Relaying({"policy": object()})
+    relaying = CollectorWithoutPolicy({"policy": object()})
 
     with pytest.raises(WeightSyncError, match=r"on to its own workers, but the extra state of \[''\] cannot"):
         duo.connect(context=relaying, model=None)
@@ -347,7 +349,7 @@ def test_extra_state_that_cannot_be_handed_on_is_refused() -> None:
     duo.end()
 
 
-def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connect_at_once(
+def test_connect_raises_at_once_if_the_first_version_was_refused_before_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If the background reader refused the version early, `connect` used to wait until its deadline."""
@@ -363,21 +365,21 @@ def test_a_first_version_that_is_refused_before_connect_waits_for_it_ends_connec
     duo = Duo(SharedMemWeightSyncScheme, make=WithNotes)
 
     with pytest.raises(WeightSyncError, match=r"on to its own workers, but the extra state of \[''\] cannot"):
-        duo.connect(context=Relaying({"policy": object()}), model=None)
+        duo.connect(context=CollectorWithoutPolicy({"policy": object()}), model=None)
 
     duo.end()
 
 
-def test_a_worker_without_a_model_of_its_own_cannot_choose_among_the_weights_that_it_forwards() -> None:
+def test_a_relay_without_a_model_refuses_the_names_argument() -> None:
     duo = Duo(SharedMemWeightSyncScheme)
 
     with pytest.raises(WeightSyncError, match=r"has no model 'policy' of its own: .* Give names= to these"):
-        duo.connect(context=Relaying({"policy": object()}), model=None, names=["weight"])
+        duo.connect(context=CollectorWithoutPolicy({"policy": object()}), model=None, names=["weight"])
 
     duo.end()
 
 
-class Counting(Leaf):
+class Counting(CollectorWithoutWorkers):
     """A collector without workers that counts versions, with which it tags its trajectories."""
 
     policy_version_tracker = object()
@@ -390,7 +392,7 @@ class Counting(Leaf):
         self.counted += 1
 
 
-def test_a_collector_that_counts_versions_counts_each_before_it_is_answered_for() -> None:
+def test_a_collector_that_counts_versions_counts_each_before_the_ack() -> None:
     duo = Duo(SharedMemWeightSyncScheme)
     counting = Counting(None)
     duo.connect(context=counting)
@@ -409,7 +411,7 @@ def test_a_collector_that_counts_versions_counts_each_before_it_is_answered_for(
     duo.end()
 
 
-def test_two_levels_of_our_own_schemes(scheme_class: Any) -> None:
+def test_outcomes_from_a_relays_own_workers_reach_the_root_sender(scheme_class: Any) -> None:
     """If the lowest worker refuses a version, the middle worker's send raises, and so does the root's."""
     top = Duo(scheme_class)
     low = Duo(scheme_class)

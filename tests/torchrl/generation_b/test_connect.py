@@ -47,7 +47,7 @@ from weightsync.schemes.registry import _registered
 # ------------------------------------------------------------------------- pipes that the scheme creates
 
 
-def meet(setup: WorkerSetup, worker: int, make: Any = small) -> None:
+def connect_worker(setup: WorkerSetup, worker: int, make: Any = small) -> None:
     """Initialise and connect a worker, with the scheme that was passed to its process."""
     setup.model = make()
     setup.scheme.init_on_receiver(model_id="policy", model=setup.model, worker_idx=worker)
@@ -63,11 +63,11 @@ def finish(setup: WorkerSetup) -> None:
     setup.scheme.shutdown()
 
 
-def begun(crew: Crew, scheme: Any, workers: list[int]) -> list[Any]:
+def start_connected(crew: Crew, scheme: Any, workers: list[int]) -> list[Any]:
     """Start workers with the scheme, and connect both sides."""
     started = crew.start(scheme, len(workers))
     for worker, process in zip(workers, started, strict=True):
-        process.tell(meet, worker)
+        process.tell(connect_worker, worker)
     scheme.connect(timeout=PATIENCE)
     for process in started:
         process.answer()
@@ -92,12 +92,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
+def test_per_worker_forms_of_init_on_sender_give_each_worker_its_first_weights(
     scheme_class: Any, crew: Crew, form: str
 ) -> None:
     with scheme_class(strategy="tensordict") as scheme:
         scheme.init_on_sender(**FORMS[form], ctx=crew.context)
-        started = begun(crew, scheme, [0, 1])
+        started = start_connected(crew, scheme, [0, 1])
 
         assert [process.do(held)[0] for process in started] == [{1.0}, {2.0}]
         assert scheme.send(weights(8.0)).ok
@@ -106,7 +106,7 @@ def test_each_form_of_init_on_sender_gives_the_workers_their_first_weights(
             process.do(finish)
 
 
-def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> None:
+def test_a_failed_init_on_sender_leaves_no_pipes_for_workers(scheme_class: Any) -> None:
     """A worker that was started with the scheme would use such a pipe, and wait for a sender that does not exist."""
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as scheme:
@@ -121,7 +121,7 @@ def test_an_init_that_failed_leaves_no_pipes_for_workers(scheme_class: Any) -> N
         assert scheme.get_receiver()._listening.endpoint is theirs
 
 
-def test_a_scheme_may_be_closed_while_it_gives_up_the_workers_ends(
+def test_a_scheme_can_be_closed_while_it_closes_the_workers_pipe_ends(
     scheme_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a descriptor is being closed, another thread may run and close the scheme."""
@@ -141,7 +141,7 @@ def test_a_scheme_may_be_closed_while_it_gives_up_the_workers_ends(
 def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(params_map={3: weights(3.0), 7: weights(7.0)}, ctx=crew.context)
-        started = begun(crew, scheme, [7, 3])
+        started = start_connected(crew, scheme, [7, 3])
 
         assert [process.do(held) for process in started] == [({7.0}, 2), ({3.0}, 1)]
         for process in started:
@@ -165,7 +165,7 @@ def test_worker_ids_are_the_keys_of_params_map(crew: Crew) -> None:
         ({"model": small(), "num_workers": 1, "nonsense": 1}, "nonsense"),
     ],
 )
-def test_a_contradictory_init_is_refused_and_can_be_made_again(given: dict[str, Any], named: str) -> None:
+def test_a_contradictory_init_on_sender_is_refused_and_can_be_retried(given: dict[str, Any], named: str) -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         with pytest.raises(ConfigurationError, match=named):
             scheme.init_on_sender(**given)
@@ -175,7 +175,7 @@ def test_a_contradictory_init_is_refused_and_can_be_made_again(given: dict[str, 
 # ------------------------------------------------------------------------------------------ the rendezvous
 
 
-def test_the_links_are_created_at_connect_where_the_scheme_makes_the_pipes() -> None:
+def test_links_are_created_at_connect_if_the_scheme_creates_the_pipes() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(num_workers=1)
         assert scheme.get_sender().state is State.UNINITIALIZED
@@ -201,7 +201,7 @@ def test_connecting_uninitialised_or_with_the_other_sides_arguments_is_refused(d
         duo.receiving.connect(weights=weights(1.0))
 
 
-def test_weights_given_to_connect_are_the_first(scheme_class: Any) -> None:
+def test_weights_given_to_connect_are_the_first_version(scheme_class: Any) -> None:
     duo = Duo(scheme_class, make=small)
     duo.arrive()
     with beside(lambda: duo.sending.connect(weights=weights(4.0), timeout=PATIENCE)):
@@ -211,7 +211,7 @@ def test_weights_given_to_connect_are_the_first(scheme_class: Any) -> None:
     duo.end()
 
 
-def test_without_weights_both_sides_meet_and_the_worker_has_no_version_yet(scheme_class: Any) -> None:
+def test_connect_without_weights_succeeds_and_the_worker_has_no_version(scheme_class: Any) -> None:
     with scheme_class() as a, scheme_class() as b:
         ours, theirs = multiprocessing.Pipe()
         a.init_on_sender(model_id="policy", pipes=[ours])
@@ -228,7 +228,7 @@ def test_without_weights_both_sides_meet_and_the_worker_has_no_version_yet(schem
         assert constants(b.model) == {5.0}
 
 
-def test_a_scheme_that_begins_without_workers_connects_once_one_was_added(scheme_class: Any) -> None:
+def test_a_scheme_without_workers_can_connect_after_add_worker(scheme_class: Any) -> None:
     with scheme_class() as a, scheme_class() as b:
         ours, theirs = multiprocessing.Pipe()
         a.init_on_sender(model_id="policy", model=filled(small(), 4.0), num_workers=0)
@@ -243,7 +243,7 @@ def test_a_scheme_that_begins_without_workers_connects_once_one_was_added(scheme
         assert a.send(weights(5.0)).ok
 
 
-def test_a_worker_that_went_before_it_met_the_trainer_is_named(scheme_class: Any) -> None:
+def test_connect_names_workers_lost_before_the_handshake(scheme_class: Any) -> None:
     (ours, theirs), (one, other) = multiprocessing.Pipe(), multiprocessing.Pipe()
     with scheme_class() as scheme:
         scheme.init_on_sender(model_id="policy", pipes=[ours, one])
@@ -255,7 +255,7 @@ def test_a_worker_that_went_before_it_met_the_trainer_is_named(scheme_class: Any
         assert list(gone.value.lost) == [0, 1]
 
 
-def test_lost_workers_are_named_though_the_context_was_collected(scheme_class: Any) -> None:
+def test_connect_names_lost_workers_although_the_context_was_garbage_collected(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     context = Collector()
     with scheme_class() as scheme:
@@ -267,7 +267,7 @@ def test_lost_workers_are_named_though_the_context_was_collected(scheme_class: A
             scheme.connect(weights=small(), timeout=PATIENCE)
 
 
-def test_a_rendezvous_of_a_sender_that_is_closed_meanwhile_ends(scheme_class: Any) -> None:
+def test_closing_a_scheme_ends_a_concurrent_connect_with_state_error(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     scheme = scheme_class()
     scheme.init_on_sender(model_id="policy", pipes=[ours])
@@ -276,7 +276,7 @@ def test_a_rendezvous_of_a_sender_that_is_closed_meanwhile_ends(scheme_class: An
     theirs.close()
 
 
-def test_a_worker_that_has_refused_the_first_version_is_not_told_that_the_trainer_sent_none(scheme_class: Any) -> None:
+def test_connecting_again_after_a_refused_first_version_names_the_refusal(scheme_class: Any) -> None:
     duo = Duo(scheme_class)
     duo.arrive()
     receiver = duo.receiving.get_receiver()
@@ -299,7 +299,7 @@ def test_a_worker_that_has_refused_the_first_version_is_not_told_that_the_traine
     duo.end()
 
 
-def test_nobody_comes_in_time_and_connect_may_be_called_again(scheme_class: Any) -> None:
+def test_a_trainers_connect_that_timed_out_can_be_called_again(scheme_class: Any) -> None:
     duo = Duo(scheme_class)
     with pytest.raises(AckTimeoutError, match="never connected"):
         duo.sending.connect(timeout=0.01)
@@ -312,7 +312,7 @@ def test_nobody_comes_in_time_and_connect_may_be_called_again(scheme_class: Any)
     duo.end()
 
 
-def test_a_worker_whose_trainer_does_not_come_in_time_may_connect_again(scheme_class: Any) -> None:
+def test_a_workers_connect_that_timed_out_can_be_called_again(scheme_class: Any) -> None:
     duo = Duo(scheme_class)
     duo.arrive()
     with pytest.raises(TimeoutError, match="in time"):
@@ -356,7 +356,9 @@ def test_a_send_before_connect_and_after_shutdown_is_refused(duo: Duo) -> None:
         duo.sending.send()
 
 
-def test_a_send_first_abandons_what_was_reported_and_then_sends(duo: Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_abandons_an_already_reported_update_without_waiting_for_it(
+    duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(duo.sending.get_sender(), "wait_async", None)  # the send must not call it
     with duo.receiving.get_receiver().serving():
         with pytest.raises(AckTimeoutError):
@@ -366,7 +368,7 @@ def test_a_send_first_abandons_what_was_reported_and_then_sends(duo: Duo, monkey
     assert duo.model() == {4.0}
 
 
-def test_a_send_first_waits_for_what_was_not_reported(duo: Duo) -> None:
+def test_a_send_first_waits_for_unreported_updates(duo: Duo) -> None:
     duo.sending.sync = False
     assert duo.send(2.0)[0].kind is OutcomeKind.PENDING
     assert duo.send(3.0)[0].kind is OutcomeKind.PENDING
@@ -378,7 +380,7 @@ def test_a_send_first_waits_for_what_was_not_reported(duo: Duo) -> None:
     assert duo.model() == {4.0}
 
 
-def test_not_waiting_tells_of_a_failure_at_the_next_send_which_is_dispatched(duo: Duo) -> None:
+def test_with_sync_false_the_next_send_raises_the_last_failure_and_is_still_dispatched(duo: Duo) -> None:
     duo.sending.sync = False
     duo.sending.model = None  # or the trainer would refuse the weights, not the worker
     duo.sending.send({"another": torch.zeros(1)})
@@ -391,7 +393,7 @@ def test_not_waiting_tells_of_a_failure_at_the_next_send_which_is_dispatched(duo
     assert duo.model() == {3.0}
 
 
-def test_shutdown_settles_what_is_pending(duo: Duo) -> None:
+def test_shutdown_waits_for_the_pending_update(duo: Duo) -> None:
     duo.sending.sync = False
     duo.send(2.0)
     duo.sending.shutdown()
@@ -402,7 +404,7 @@ def test_shutdown_settles_what_is_pending(duo: Duo) -> None:
 
 
 @pytest.mark.parametrize("what", ["another thread closes it", "another thread abandons it", "Ctrl-C"])
-def test_shutdown_ends_both_sides_whatever_ends_its_wait(
+def test_shutdown_closes_the_sender_even_if_its_wait_is_cut_short(
     what: str, duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender, wait = duo.sending.get_sender(), WeightSender.wait_async
@@ -424,7 +426,9 @@ def test_shutdown_ends_both_sides_whatever_ends_its_wait(
     assert ("at shutdown" in caplog.text) is (what != "Ctrl-C")
 
 
-def test_an_interrupted_close_ends_both_sides_and_the_pipes(scheme_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_still_closes_both_sides_and_the_pipes(
+    scheme_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -445,10 +449,10 @@ def test_an_interrupted_close_ends_both_sides_and_the_pipes(scheme_class: Any, m
     assert [event.kind for event in seen].count(EventKind.CLOSED) == 2
 
 
-def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
+def test_a_send_can_give_each_worker_its_own_weights(scheme_class: Any, crew: Crew) -> None:
     with scheme_class() as scheme:
         scheme.init_on_sender(model=small(1.0), num_workers=3, ctx=crew.context)
-        started = begun(crew, scheme, [0, 1, 2])
+        started = start_connected(crew, scheme, [0, 1, 2])
 
         report = scheme.send({0: weights(4.0), 1: weights(5.0), 2: weights(4.0)})
 
@@ -471,7 +475,7 @@ def test_weights_worker_by_worker(scheme_class: Any, crew: Crew) -> None:
 # ---------------------------------------------------------------------------------------- properties
 
 
-def test_the_properties_tell_of_each_side(duo: Duo) -> None:
+def test_scheme_properties_describe_each_side(duo: Duo) -> None:
     sending, receiving = duo.sending, duo.receiving
 
     assert (sending.initialized_on_sender, sending.initialized_on_receiver) == (True, False)
@@ -492,14 +496,14 @@ def test_the_properties_tell_of_each_side(duo: Duo) -> None:
         sending.worker_idx = 1
 
 
-def test_before_an_init_there_is_nothing_to_see() -> None:
+def test_scheme_properties_are_empty_before_init() -> None:
     scheme = SharedMemWeightSyncScheme()
 
     seen = (scheme.model_id, scheme.context, scheme.model, scheme.weights, scheme.worker_idx, scheme.sender_transports)
     assert seen == (None, None, None, None, None, {})
 
 
-def test_a_context_that_was_set_before_init_has_the_models(scheme_class: Any) -> None:
+def test_models_are_found_on_a_context_set_before_init(scheme_class: Any) -> None:
     trainer, worker = SimpleNamespace(policy=small(5.0)), SimpleNamespace(policy=small(0.0))
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as sending, scheme_class() as receiving:
@@ -513,7 +517,9 @@ def test_a_context_that_was_set_before_init_has_the_models(scheme_class: Any) ->
 
 
 @pytest.mark.parametrize("other", ["policy", "get_model", "get_cached_weights", "cached_weights"])
-def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme_class: Any, other: str) -> None:
+def test_setting_the_model_overrides_the_source_from_init_until_it_is_set_to_none(
+    scheme_class: Any, other: str
+) -> None:
     held, model = {"policy": small(5.0)}, small(0.0)
     context = SimpleNamespace(**{other: held["policy"] if other == "policy" else held.get})
     given = {"cached_weights": held["policy"].state_dict()} if other == "cached_weights" else {"context": context}
@@ -531,7 +537,7 @@ def test_the_model_that_is_set_is_sent_whatever_was_given_or_found_before(scheme
         assert constants(model) == {5.0}
 
 
-def test_a_model_that_is_set_before_init_is_sent_unless_init_says_what_to_send(scheme_class: Any) -> None:
+def test_a_model_set_before_init_is_sent_unless_init_is_given_another(scheme_class: Any) -> None:
     for given, sent in (({}, {7.0}), ({"model": small(5.0)}, {5.0})):
         ours, theirs = multiprocessing.Pipe()
         model = small(0.0)
@@ -545,7 +551,7 @@ def test_a_model_that_is_set_before_init_is_sent_unless_init_says_what_to_send(s
             assert constants(model) == constants(sending.model) == sent
 
 
-def test_a_send_needs_as_many_workers_as_init_was_told_to_expect(scheme_class: Any) -> None:
+def test_a_send_with_fewer_than_expected_workers_is_refused(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, scheme_class() as sending:
         sending.init_on_sender(model_id="policy", pipes=[ours], model=small(1.0), expected_workers=2)
@@ -554,7 +560,7 @@ def test_a_send_needs_as_many_workers_as_init_was_told_to_expect(scheme_class: A
             sending.get_sender().send_async()
 
 
-class Unready:
+class RaisingContext:
     """A context with a policy, whose `get_model` raises."""
 
     def __init__(self) -> None:
@@ -564,9 +570,9 @@ class Unready:
         raise ValueError(f"the checkpoint of {model_id!r} is corrupt")
 
 
-def test_what_get_model_raises_is_raised_and_no_other_model_is_sent(scheme_class: Any) -> None:
+def test_an_error_in_get_model_fails_init_instead_of_using_another_model(scheme_class: Any) -> None:
     ours, _theirs = multiprocessing.Pipe()
-    context = Unready()
+    context = RaisingContext()
     with scheme_class() as scheme, pytest.raises(ValueError, match="is corrupt"):
         scheme.init_on_sender(model_id="policy", pipes=[ours], context=context)
     with scheme_class() as worker, pytest.raises(ValueError, match="is corrupt"):
@@ -583,7 +589,7 @@ class Models(dict[str, nn.Module]):
 
 
 @pytest.mark.parametrize(("models", "error"), [(dict, "KeyError"), (Models, "UnknownModel")])
-def test_a_get_model_that_does_not_know_the_id_is_named_with_what_to_do(
+def test_a_key_error_in_get_model_becomes_a_model_path_error_with_advice(
     scheme_class: Any, models: Any, error: str
 ) -> None:
     ours, _theirs = multiprocessing.Pipe()
@@ -599,7 +605,7 @@ class Collector:
     pass
 
 
-def test_a_context_set_later_is_the_context_while_it_lives(duo: Duo) -> None:
+def test_a_context_set_after_init_is_held_weakly(duo: Duo) -> None:
     assert duo.receiving.context is None
     later = Collector()
     duo.receiving.context = later
@@ -609,7 +615,7 @@ def test_a_context_set_later_is_the_context_while_it_lives(duo: Duo) -> None:
     assert duo.receiving.context is None
 
 
-def test_the_model_may_be_found_on_the_context(scheme_class: Any) -> None:
+def test_the_receivers_model_and_worker_idx_are_found_on_the_context(scheme_class: Any) -> None:
     duo = Duo(scheme_class, make=small)
     collector = SimpleNamespace(policy=duo.model, worker_idx=0)
     duo.arrive(model=None, context=collector)
@@ -622,7 +628,7 @@ def test_the_model_may_be_found_on_the_context(scheme_class: Any) -> None:
     duo.end()
 
 
-def test_no_scheme_has_nothing_to_receive_whichever_side_it_is() -> None:
+def test_noweightsyncscheme_receive_returns_none_on_the_sender_and_before_init() -> None:
     scheme = NoWeightSyncScheme()
     scheme.init_on_sender(model_id="policy")
     scheme.connect()
@@ -633,7 +639,7 @@ def test_no_scheme_has_nothing_to_receive_whichever_side_it_is() -> None:
     scheme.shutdown()
 
 
-def test_no_scheme_sends_nothing_before_it_is_connected_too() -> None:
+def test_noweightsyncscheme_send_reaches_no_workers_before_connect_and_raises_when_closed() -> None:
     scheme = NoWeightSyncScheme()
     assert len(scheme.send(small(1.0))) == 0
     scheme.init_on_sender(model_id="policy")
@@ -644,7 +650,7 @@ def test_no_scheme_sends_nothing_before_it_is_connected_too() -> None:
         scheme.send()
 
 
-def test_no_scheme_whose_init_failed_can_be_initialised_again() -> None:
+def test_noweightsyncscheme_can_be_initialised_after_a_failed_init() -> None:
     with NoWeightSyncScheme() as worker:
         with pytest.raises(ConfigurationError, match=r"builtins\.int"):
             worker.init_on_receiver(model_id="policy", model=3)
@@ -654,7 +660,7 @@ def test_no_scheme_whose_init_failed_can_be_initialised_again() -> None:
         assert constants(worker.model) == {1.0}
 
 
-def test_no_scheme_connects_again_until_it_is_closed() -> None:
+def test_noweightsyncscheme_can_connect_repeatedly_until_it_is_closed() -> None:
     trainer, worker = NoWeightSyncScheme(), NoWeightSyncScheme()
     trainer.init_on_sender(model_id="policy")
     worker.init_on_receiver(model_id="policy")
@@ -669,7 +675,7 @@ def test_no_scheme_connects_again_until_it_is_closed() -> None:
             scheme.connect()
 
 
-def test_no_scheme_connects_to_nobody() -> None:
+def test_noweightsyncscheme_connects_without_links_and_applies_weights_given_by_hand() -> None:
     with NoWeightSyncScheme() as scheme, NoWeightSyncScheme() as worker:
         scheme.init_on_sender(model_id="policy")
         worker.init_on_receiver(model_id="policy", model=small(1.0))
@@ -711,7 +717,7 @@ def test_shared_memory_takes_both_generations_arguments(given: Any, named: Any, 
     assert (scheme.strategy_str, scheme.sync, scheme.per_worker_weights) == expected
 
 
-def test_shared_memory_refuses_what_is_neither() -> None:
+def test_shared_memory_refuses_arguments_of_neither_generation() -> None:
     with pytest.raises(ConfigurationError, match="strategy"):
         SharedMemWeightSyncScheme(None, True)
 
@@ -739,7 +745,7 @@ def test_from_backend_gives_the_scheme_of_that_name(backend: str, expected: str)
     assert scheme.strategy == "state_dict"
 
 
-def test_a_backend_of_ones_own_is_registered_by_name() -> None:
+def test_a_custom_backend_is_registered_by_name() -> None:
     @register_weight_sync_backend("mine")
     class Mine(NoWeightSyncScheme):
         pass
@@ -769,7 +775,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_package_gives_a_backend_by_its_entry_point() -> None:
+def test_an_installed_package_provides_backends_through_entry_points() -> None:
     assert type(WeightSyncScheme.from_backend("plugged")) is NoWeightSyncScheme
     assert type(WeightSyncScheme.from_backend("shared")) is SharedMemWeightSyncScheme
     with pytest.raises(
@@ -780,13 +786,13 @@ def test_an_installed_package_gives_a_backend_by_its_entry_point() -> None:
         WeightSyncScheme.from_backend("mine")
 
 
-def test_modules_of_other_kinds_are_not_weights_by_worker() -> None:
+def test_modules_tensordicts_and_dicts_by_name_are_not_per_worker_weights() -> None:
     assert not weightsync.schemes.worker_set.is_per_worker(nn.Linear(1, 1))
     assert not weightsync.schemes.worker_set.is_per_worker(TensorDict({}))
     assert not weightsync.schemes.worker_set.is_per_worker({"a": 1})
 
 
-def test_workers_have_policies_of_their_own_only_if_a_collector_has_different_factories() -> None:
+def test_has_factories_is_true_only_for_different_policy_factories() -> None:
     one, other = (lambda: small(1.0)), (lambda: small(2.0))
     has_factories = weightsync.schemes.worker_set.has_factories
     contexts = [SimpleNamespace(policy_factory=given) for given in (one, [one], [one, one], [one, other], (other, one))]
@@ -819,7 +825,7 @@ def tied(fill: float) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
-def test_a_model_that_takes_no_hooks_is_refused_by_connect_alone(scheme_class: Any) -> None:
+def test_a_model_that_takes_no_hooks_is_refused_by_connect_but_can_receive(scheme_class: Any) -> None:
     duo = Duo(scheme_class, make=small)
     duo.model = torch.jit.script(duo.model)
     duo.arrive()
@@ -834,7 +840,7 @@ def test_a_model_that_takes_no_hooks_is_refused_by_connect_alone(scheme_class: A
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
-def test_a_model_that_takes_no_hooks_does_not_replace_one_that_is_guarded(duo: Duo) -> None:
+def test_a_model_that_takes_no_hooks_cannot_replace_a_guarded_model(duo: Duo) -> None:
     with pytest.raises(ConfigurationError, match="takes no hooks"):
         duo.receiving.get_receiver().register_model(torch.jit.script(small()))
 
@@ -842,7 +848,7 @@ def test_a_model_that_takes_no_hooks_does_not_replace_one_that_is_guarded(duo: D
     assert duo.model() == {2.0}
 
 
-def test_a_model_has_no_weights_after_an_init_that_was_refused_either() -> None:
+def test_a_meta_model_still_counts_as_without_weights_after_a_refused_init() -> None:
     ours, theirs = multiprocessing.Pipe()
     with torch.device("meta"):
         model = nn.Linear(2, 2)
@@ -860,7 +866,7 @@ def test_a_model_has_no_weights_after_an_init_that_was_refused_either() -> None:
             receiving.connect(timeout=PATIENCE)
 
 
-def test_a_model_without_weights_still_has_none_when_its_worker_tries_again() -> None:
+def test_a_meta_model_is_refused_at_each_connect_until_weights_are_sent() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     source = nn.Linear(2, 2)
@@ -893,7 +899,7 @@ def connecting(sending: Any) -> Iterator[None]:
         yield
 
 
-def test_a_buffer_that_nothing_would_ever_fill_is_refused() -> None:
+def test_a_non_persistent_meta_buffer_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("cache", torch.zeros(1), persistent=False)
     model.to("meta")

@@ -16,7 +16,7 @@ from fleet import PATIENCE, Crew, WorkerSetup, constants, descriptors, filled, o
 from weightsync import ConfigurationError, MultiProcessWeightSyncScheme, State, StateError
 
 
-def bare(scheme: Any) -> bool:
+def is_uninitialized(scheme: Any) -> bool:
     """Whether a scheme is uninitialized: no side is initialized or connected, and it has no model, context or pipes."""
     sides = (scheme.initialized_on_sender, scheme.initialized_on_receiver)
     met = (scheme.synchronized_on_sender, scheme.synchronized_on_receiver)
@@ -45,17 +45,19 @@ def stages(scheme_class: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda scheme: pickle.loads(pickle.dumps(scheme))])
-def test_a_scheme_copied_in_any_state_is_new_and_the_original_goes_on(scheme_class: Any, how: Any) -> None:
+def test_a_copy_of_a_scheme_in_any_state_is_uninitialized_and_the_original_keeps_working(
+    scheme_class: Any, how: Any
+) -> None:
     for scheme, _ in stages(scheme_class):
         copied = how(scheme)
 
-        assert bare(copied)
+        assert is_uninitialized(copied)
         assert (copied.strategy, copied.sync) == ("state_dict", scheme.sync)
         with pytest.raises(StateError, match="init_on_sender"):
             copied.send()
 
 
-def test_a_scheme_with_pipes_of_its_own_copied_otherwise_carries_none() -> None:
+def test_a_scheme_pickled_outside_a_process_start_carries_no_pipes() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=small(), num_workers=1)
         copied = pickle.loads(pickle.dumps(scheme))
@@ -63,7 +65,7 @@ def test_a_scheme_with_pipes_of_its_own_copied_otherwise_carries_none() -> None:
             copied.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
 
 
-def test_each_side_is_initialised_once(duo: Duo) -> None:
+def test_initialising_a_side_twice_is_refused(duo: Duo) -> None:
     with pytest.raises(StateError, match=r"make a new scheme.*initialised on the sender"):
         duo.sending.init_on_sender(model_id="policy", model=duo.source, num_workers=1)
     with pytest.raises(StateError, match=r"make a new scheme.*initialised on the worker"):
@@ -72,7 +74,7 @@ def test_each_side_is_initialised_once(duo: Duo) -> None:
     assert duo.send(2.0).ok
 
 
-def test_a_closed_side_says_so_when_it_is_to_be_initialised_again(duo: Duo) -> None:
+def test_initialising_a_closed_side_is_refused_and_the_error_says_closed(duo: Duo) -> None:
     duo.sending.close()
     duo.receiving.close()
 
@@ -98,7 +100,7 @@ def test_both_sides_on_one_object_are_independent_machines(scheme_class: Any) ->
     assert scheme.get_sender().state is scheme.get_receiver().state is State.CLOSED
 
 
-def test_a_forked_child_of_the_trainer_is_new_but_for_its_end_of_the_pipe(scheme_class: Any) -> None:
+def test_a_scheme_in_a_forked_child_is_uninitialized_but_keeps_its_pipe_end(scheme_class: Any) -> None:
     """So a forked worker needs only its index."""
     scheme = scheme_class()
     scheme.init_on_sender(model=small(1.0), num_workers=2)
@@ -127,26 +129,26 @@ def forked(scheme: Any, worker: int) -> int:
     return 0
 
 
-def took(setup: WorkerSetup, worker: int) -> tuple[list[int], int]:
+def init_and_count_sockets(setup: WorkerSetup, worker: int) -> tuple[list[int], int]:
     """Initialise a worker. Returns the ends of pipes that came with the scheme, and the sockets open afterwards."""
     came = sorted(setup.scheme._ends)
     setup.scheme.init_on_receiver(model_id="policy", model=small(), worker_idx=worker)
     return came, sum("socket" in target for target in descriptors().values())
 
 
-def test_each_worker_keeps_its_own_end_only(crew: Crew) -> None:
+def test_each_worker_keeps_only_its_own_pipe_end_open(crew: Crew) -> None:
     with MultiProcessWeightSyncScheme() as many, MultiProcessWeightSyncScheme() as one:
         many.init_on_sender(model=small(), num_workers=5, ctx=crew.context)
         one.init_on_sender(model=small(), num_workers=1, ctx=crew.context)
         [of_many], [of_one] = crew.start(many), crew.start(one)
 
-        came, sockets = of_many.do(took, 4)
+        came, sockets = of_many.do(init_and_count_sockets, 4)
 
         assert came == [0, 1, 2, 3, 4]
-        assert sockets == of_one.do(took, 0)[1]
+        assert sockets == of_one.do(init_and_count_sockets, 0)[1]
 
 
-def test_an_end_that_is_not_there_is_named() -> None:
+def test_a_worker_idx_without_a_pipe_end_is_refused_with_the_available_ids() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=small(), num_workers=2)
         with pytest.raises(ConfigurationError, match="worker_idx="):
@@ -175,7 +177,7 @@ def test_a_worker_comes_back_over_a_new_pipe(scheme_class: Any) -> None:
     theirs.close()
 
 
-def test_descriptors_are_all_given_back() -> None:
+def test_closed_schemes_leave_no_open_descriptors() -> None:
     gc.collect()  # of objects that other tests have left
     before = descriptors()
     for _ in range(3):

@@ -42,14 +42,14 @@ def collected() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, NoWeightSyncScheme])
-def test_our_schemes_are_theirs(kind: Any) -> None:
+def test_weightsync_schemes_are_instances_of_torchrls_scheme(kind: Any) -> None:
     weightsync.torchrl.collectors.accept()
 
     assert isinstance(kind(), TheirScheme)
     assert issubclass(WeightSyncScheme, TheirScheme)
 
 
-def test_their_trainers_hook_sends_the_registered_model(duo: Duo) -> None:
+def test_torchrls_update_weights_hook_sends_the_registered_model(duo: Duo) -> None:
     filled(duo.source, 3.0)
 
     UpdateWeights(sender=duo.sending.get_sender())()
@@ -72,7 +72,7 @@ class Normalised(nn.Module):
         self.seen = state
 
 
-def test_the_extra_state_in_weights_of_their_strategy_is_applied(scheme_class: Any) -> None:
+def test_extra_state_in_weights_from_torchrls_strategy_is_applied(scheme_class: Any) -> None:
     """A `RayCollector` itself extracts the weights with TorchRL's strategy."""
     duo = Duo(scheme_class, make=Normalised, strategy="tensordict")
     duo.connect()
@@ -83,7 +83,7 @@ def test_the_extra_state_in_weights_of_their_strategy_is_applied(scheme_class: A
     duo.end()
 
 
-def test_weights_of_their_strategy_can_be_written_into() -> None:
+def test_weights_can_be_applied_to_a_tensordict_from_torchrls_strategy() -> None:
     destination: TensorDict = TheirStrategy().extract_weights(Normalised(0.0)).data.clone()
     for fill in (2.0, 3.0):
         WeightStrategy().apply_weights(destination, Normalised(fill))
@@ -101,7 +101,7 @@ def test_weights_of_their_strategy_can_be_written_into() -> None:
     ],
     ids=["shared, in step", "pipes, out of step"],
 )
-def test_a_collectors_workers_act_by_the_weights_that_were_sent(
+def test_a_collectors_workers_act_with_the_sent_weights(
     kind: Any, collector_class: Any, under_way: int, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_workers_by(start, monkeypatch)
@@ -140,7 +140,7 @@ def test_a_collectors_workers_act_by_the_weights_that_were_sent(
 
 
 @pytest.mark.usefixtures("collected")
-def test_a_collector_in_this_process_takes_the_scheme_that_moves_nothing() -> None:
+def test_a_single_process_collector_accepts_noweightsyncscheme() -> None:
     made, scheme = policy(0), NoWeightSyncScheme()
     collector = Collector(
         cartpole, made, frames_per_batch=FRAMES, total_frames=FRAMES * 3, weight_sync_schemes={"policy": scheme}

@@ -28,7 +28,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
 KINDS = [pytest.param("rpc", marks=pytest.mark.rpc), pytest.param("distributed", marks=pytest.mark.gloo)]
 
 
-def printed(kind: str, situation: str) -> list[Any]:
+def run_program(kind: str, situation: str) -> list[Any]:
     """Run the program, and return its output for each step. Fails if any of its processes is left."""
     command = [sys.executable, str(PROGRAM), kind, situation, str(free_port())]
     process = subprocess.Popen(
@@ -67,8 +67,8 @@ def ended(group: int, patience: float = 30.0) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_act_by_weights_of_every_form_as_each_update_returns(kind: str) -> None:
-    assert printed(kind, "a_policy") == [
+def test_workers_act_with_weights_of_every_form_once_the_update_returns(kind: str) -> None:
+    assert run_program(kind, "a_policy") == [
         ["first", [0]],
         ["module", [1]],
         ["tensordict", [0]],
@@ -81,8 +81,8 @@ def test_workers_act_by_weights_of_every_form_as_each_update_returns(kind: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_that_make_their_policies_are_given_weights_together_or_each_its_own(kind: str) -> None:
-    assert printed(kind, "factories") == [
+def test_workers_with_policy_factories_accept_shared_and_per_worker_weights(kind: str) -> None:
+    assert run_program(kind, "factories") == [
         ["first", [0]],
         ["module", [1]],
         ["each its own", [[0], [1]]],
@@ -91,15 +91,15 @@ def test_workers_that_make_their_policies_are_given_weights_together_or_each_its
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_without_weights_has_versions_and_acks_as_any_other(kind: str) -> None:
-    assert printed(kind, "without_weights") == [["frames", 20], ["versions", [1, 1]], ["frames", 20]]
+def test_a_policy_without_weights_still_has_versions_and_acks(kind: str) -> None:
+    assert run_program(kind, "without_weights") == [["frames", 20], ["versions", [1, 1]], ["frames", 20]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_our_updater_pushes_to_a_collectors_workers(kind: str) -> None:
-    assert printed(kind, "an_updater") == [["registered", True], ["first", [0]], ["module", [1]]]
+def test_a_weightsync_updater_pushes_to_a_collectors_workers(kind: str) -> None:
+    assert run_program(kind, "an_updater") == [["registered", True], ["first", [0]], ["module", [1]]]
 
 
 @pytest.mark.rpc
-def test_a_workers_own_workers_act_by_what_was_sent() -> None:
-    assert printed("rpc", "workers_of_workers") == [["first", [0]], ["module", [1]]]
+def test_workers_of_an_rpc_worker_act_with_the_sent_weights() -> None:
+    assert run_program("rpc", "workers_of_workers") == [["first", [0]], ["module", [1]]]

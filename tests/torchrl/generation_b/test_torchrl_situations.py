@@ -90,7 +90,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("source", ["policy", "factory", "factories", "both"])
-def test_workers_begin_with_their_policy_and_take_weights_of_any_form(source: str, scheme: Any, multi: Making) -> None:
+def test_workers_start_with_their_policy_and_accept_weights_of_any_form(
+    source: str, scheme: Any, multi: Making
+) -> None:
     factory = functools.partial(policy, 0)
     given = {
         "policy": {"policy": policy(0)},
@@ -108,9 +110,7 @@ def test_workers_begin_with_their_policy_and_take_weights_of_any_form(source: st
 
 
 @pytest.mark.parametrize("source", ["policy", "both"])
-def test_an_update_without_weights_sends_the_trainers_policy_as_it_is_then(
-    source: str, scheme: Any, multi: Making
-) -> None:
+def test_an_update_without_weights_sends_the_trainers_current_policy(source: str, scheme: Any, multi: Making) -> None:
     made = policy(0)
     factory = {"policy_factory": functools.partial(policy, 1)} if source == "both" else {}
     collector = multi(scheme, policy=made, **factory)
@@ -124,9 +124,7 @@ def test_an_update_without_weights_sends_the_trainers_policy_as_it_is_then(
     assert chosen(next(batches)) == {1}
 
 
-def test_without_a_policy_in_the_trainer_an_update_without_weights_says_what_is_missing(
-    scheme: Any, multi: Making
-) -> None:
+def test_an_update_without_weights_or_a_trainers_policy_names_the_missing_model(scheme: Any, multi: Making) -> None:
     collector = multi(scheme, policy_factory=functools.partial(policy, 0))
 
     with pytest.raises(ConfigurationError, match="no model is registered for 'policy'"):
@@ -134,7 +132,7 @@ def test_without_a_policy_in_the_trainer_an_update_without_weights_says_what_is_
     assert chosen(next(iter(collector))) == {0}
 
 
-def test_a_policy_without_weights_has_versions_and_acks_as_any_other(scheme: Any, multi: Making) -> None:
+def test_a_policy_without_weights_still_has_versions_and_acks(scheme: Any, multi: Making) -> None:
     """`RandomPolicy` is a callable, not a module, so its layout is empty."""
     collector = multi(scheme, policy_factory=random_policy)
 
@@ -144,7 +142,7 @@ def test_a_policy_without_weights_has_versions_and_acks_as_any_other(scheme: Any
     assert len(next(iter(collector)).reshape(-1)) == FRAMES
 
 
-def test_a_module_without_weights_has_versions_and_acks_as_any_other(scheme: Any, multi: Making) -> None:
+def test_a_module_without_weights_still_has_versions_and_acks(scheme: Any, multi: Making) -> None:
     made = TensorDictModule(lambda seen: torch.eye(2)[seen[..., 0].long() * 0], ["observation"], ["action"])
     collector = multi(scheme, policy=made)
     collector.update_policy_weights_()
@@ -158,7 +156,7 @@ def test_a_module_without_weights_has_versions_and_acks_as_any_other(scheme: Any
 
 @pytest.mark.parametrize("distinct", [False, True], ids=["one policy", "a factory each"])
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
-def test_weights_for_one_worker_change_that_one_only(kind: Any, distinct: bool, multi: Making) -> None:
+def test_weights_for_one_worker_change_only_that_worker(kind: Any, distinct: bool, multi: Making) -> None:
     factories = [functools.partial(policy, 0) for _ in range(WORKERS)]
     given = {"policy_factory": factories} if distinct else {"policy": policy(0)}
     scheme = kind() if distinct else kind(per_worker_weights=True)
@@ -175,7 +173,7 @@ def test_weights_for_one_worker_change_that_one_only(kind: Any, distinct: bool, 
     assert halves(next(batches)) == [{0}, {0}]
 
 
-def test_weights_for_one_worker_are_refused_where_all_are_served_alike(scheme: Any, multi: Making) -> None:
+def test_weights_for_one_worker_are_refused_unless_per_worker_weights_is_set(scheme: Any, multi: Making) -> None:
     collector = multi(scheme, policy=policy(0))
 
     with pytest.raises(ConfigurationError, match=r"none for workers \[1\].*per_worker_weights"):
@@ -188,7 +186,7 @@ def test_weights_for_one_worker_are_refused_where_all_are_served_alike(scheme: A
 # -------------------------------------------------------------------------------------------------- several models
 
 
-def test_several_models_have_a_scheme_each_and_are_updated_together_or_alone(multi: Making) -> None:
+def test_several_models_with_a_scheme_each_are_updated_together_or_separately(multi: Making) -> None:
     made = WithCritic()
     schemes = {"policy": SharedMemWeightSyncScheme(), "policy.critic": MultiProcessWeightSyncScheme()}
     collector = multi(schemes, policy=made)
@@ -207,7 +205,7 @@ def test_several_models_have_a_scheme_each_and_are_updated_together_or_alone(mul
 
 
 @pytest.mark.parametrize("path", ["critic", "policy[3]", "policy.critic[7]"])
-def test_a_model_that_the_collector_does_not_have_is_refused_before_anybody_waits(
+def test_a_model_path_that_the_collector_lacks_is_refused_at_construction(
     path: str, scheme: Any, multi: Making
 ) -> None:
     said = rf"a MultiSyncCollector has no model {path!r} \(.*'policy.critic'".replace("[", r"\[")
@@ -219,7 +217,7 @@ def lacks(path: str) -> Any:
     raise AttributeError(f"no {path}")
 
 
-def test_it_is_refused_before_the_collector_starts_its_workers(scheme: Any) -> None:
+def test_init_on_sender_refuses_a_model_path_that_the_collector_lacks(scheme: Any) -> None:
     """Otherwise the workers would wait for the handshake until the collector terminates them."""
     collector = SimpleNamespace(_weight_sync_schemes={}, num_workers=2, get_model=lacks)
 
@@ -229,7 +227,7 @@ def test_it_is_refused_before_the_collector_starts_its_workers(scheme: Any) -> N
 
 
 @pytest.mark.parametrize("how", ["by init_on_sender", "before"])
-def test_a_model_that_only_the_workers_have_is_given_to_the_scheme(how: str) -> None:
+def test_a_model_missing_from_the_trainers_collector_can_be_given_to_the_scheme(how: str) -> None:
     """For example a transform of the environment, which the trainer's collector does not have."""
     collector = Collector(cartpole, policy(0), frames_per_batch=8, total_frames=8)
     collector._weight_sync_schemes = {}
@@ -244,7 +242,7 @@ def test_a_model_that_only_the_workers_have_is_given_to_the_scheme(how: str) -> 
         assert scheme.get_sender().send_async().version == 1
 
 
-def test_a_model_given_to_init_on_sender_takes_the_place_of_one_that_was_set_before(scheme: Any) -> None:
+def test_a_model_given_to_init_on_sender_replaces_one_set_before(scheme: Any) -> None:
     earlier, later = nn.Linear(1, 1), nn.Linear(1, 1)
     ours, theirs = Pipe()
     with theirs, scheme:
@@ -269,9 +267,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_an_update_arrives_whatever_options_the_collector_has(
-    options: dict[str, Any], scheme: Any, multi: Making
-) -> None:
+def test_an_update_arrives_under_each_collector_option(options: dict[str, Any], scheme: Any, multi: Making) -> None:
     made = policy(0)
     collector = multi(scheme, policy=made, **options)
     collector.set_seed(3)
@@ -296,7 +292,7 @@ def test_an_update_during_the_random_frames_is_served_after_them(scheme: Any, mu
     assert chosen(next(batches)) == {1}
 
 
-def test_a_collectors_state_has_the_weights_that_were_sent(scheme: Any, multi: Making) -> None:
+def test_a_collectors_state_dict_contains_the_sent_weights(scheme: Any, multi: Making) -> None:
     collector = multi(scheme, policy=policy(0))
     next(iter(collector))
     collector.update_policy_weights_(policy(1))
@@ -310,7 +306,9 @@ def test_a_collectors_state_has_the_weights_that_were_sent(scheme: Any, multi: M
 
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
-def test_workers_out_of_step_take_an_update_each(kind: Any, multi: Making) -> None:
+def test_workers_of_an_async_collector_act_with_an_update_after_at_most_one_batch_each(
+    kind: Any, multi: Making
+) -> None:
     made, scheme = policy(0), kind()
     collector = multi(scheme, MultiAsyncCollector, policy=made)
     batches = iter(collector)
@@ -322,7 +320,7 @@ def test_workers_out_of_step_take_an_update_each(kind: Any, multi: Making) -> No
     assert sum(chosen(next(batches)) != {1} for _ in range(4)) <= WORKERS
 
 
-def test_the_schemes_report_says_what_became_of_a_collectors_workers(scheme: Any, multi: Making) -> None:
+def test_scheme_send_returns_a_report_for_a_collectors_workers(scheme: Any, multi: Making) -> None:
     collector = multi(scheme, policy=policy(0))
 
     report = scheme.send(policy(1))
@@ -336,7 +334,7 @@ def test_the_schemes_report_says_what_became_of_a_collectors_workers(scheme: Any
 
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
-def test_an_evaluator_takes_weights_by_our_scheme(backend: str, scheme: Any, multi: Making) -> None:
+def test_an_evaluator_receives_weights_through_a_weightsync_scheme(backend: str, scheme: Any, multi: Making) -> None:
     evaluator = Evaluator(
         env=cartpole,
         policy_factory=lambda _env=None: policy(0),
@@ -358,14 +356,14 @@ def test_an_evaluator_takes_weights_by_our_scheme(backend: str, scheme: Any, mul
 # ------------------------------------------------------------------------------------- refusals, and updaters
 
 
-def test_a_policy_that_nobody_brings_weights_for_is_refused(multi: Making) -> None:
+def test_noweightsyncscheme_is_refused_for_a_policy_that_workers_get_without_weights(multi: Making) -> None:
     """A collector passes its policy to the workers without its weights, so they would act with NaN."""
     with pytest.raises(ConfigurationError, match=r"NoWeightSyncScheme sends none.*policy_factory="):
         multi(NoWeightSyncScheme(), policy=policy(0))
 
 
 @pytest.mark.parametrize("kind", [RayWeightSyncScheme, RPCWeightSyncScheme, DistributedWeightSyncScheme])
-def test_a_scheme_that_does_not_reach_a_collectors_workers_names_those_that_do(kind: Any, multi: Making) -> None:
+def test_a_scheme_that_cannot_reach_a_collectors_workers_names_schemes_that_can(kind: Any, multi: Making) -> None:
     with pytest.raises(ConfigurationError, match=r"a MultiSyncCollector, which are processes .*SharedMemWeightSync"):
         multi(kind(), policy=policy(0))
 
@@ -378,7 +376,7 @@ def test_a_scheme_that_does_not_reach_a_collectors_workers_names_those_that_do(k
         ({"tcp_port": "1", "num_workers": 2}, "DistributedWeightSyncScheme"),
     ],
 )
-def test_a_collector_whose_workers_have_no_pipes_is_refused_with_the_scheme_for_it(
+def test_a_collector_whose_workers_have_no_pipes_is_refused_naming_the_fitting_scheme(
     has: Any, fitting: str, scheme: Any
 ) -> None:
     collector = SimpleNamespace(_weight_sync_schemes={}, **has)
@@ -387,19 +385,19 @@ def test_a_collector_whose_workers_have_no_pipes_is_refused_with_the_scheme_for_
         scheme.init_on_sender("policy", collector, model=nn.Linear(1, 1))
 
 
-def test_a_collector_without_workers_needs_no_scheme(scheme: Any) -> None:
+def test_a_scheme_for_a_collector_without_workers_is_refused(scheme: Any) -> None:
     with pytest.raises(ConfigurationError, match="a Collector has no workers"):
         Collector(cartpole, policy(0), frames_per_batch=8, total_frames=8, weight_sync_schemes={"policy": scheme})
 
 
-def test_a_policy_that_each_worker_makes_needs_no_weights(multi: Making) -> None:
+def test_noweightsyncscheme_accepts_policies_that_each_worker_makes(multi: Making) -> None:
     collector = multi(NoWeightSyncScheme(), policy_factory=functools.partial(policy, 1))
     collector.update_policy_weights_(policy(0))
 
     assert chosen(next(iter(collector))) == {1}
 
 
-def test_a_factory_whose_policy_has_no_weights_yet_is_refused(scheme: Any, multi: Making) -> None:
+def test_a_factory_that_makes_a_policy_on_the_meta_device_is_refused(scheme: Any, multi: Making) -> None:
     """The collector raises the worker's own error, or the scheme does, if not all workers have reported yet."""
     with pytest.raises((ConfigurationError, WorkerLostError), match="came without its weights"):
         multi(scheme, policy_factory=lambda: policy(0).to("meta"))
@@ -423,7 +421,7 @@ def ends() -> Any:
     ],
     ids=["each factory raises", "one raises", "no policy", "no last words"],
 )
-def test_workers_that_end_before_they_connect_are_lost_at_once_with_what_they_raised(
+def test_workers_that_end_before_connecting_are_lost_at_once_and_their_errors_are_noted(
     given: Any, raised: str | None, scheme: Any, multi: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "6")  # a collector waits five times as long for its workers
@@ -438,7 +436,7 @@ def test_workers_that_end_before_they_connect_are_lost_at_once_with_what_they_ra
 
 
 @pytest.mark.parametrize("how", ["an updater", "a function that makes one"])
-def test_a_collector_in_this_process_takes_our_updater(how: str) -> None:
+def test_a_single_process_collector_accepts_a_weightsync_updater(how: str) -> None:
     made, trained = policy(0), tensordict(policy(1))
     updater = VanillaWeightUpdater.from_policy(made)
     updater.weight_getter = lambda: trained
@@ -454,7 +452,7 @@ def test_a_collector_in_this_process_takes_our_updater(how: str) -> None:
     collector.shutdown()
 
 
-def test_a_collector_of_processes_takes_our_updater(multi: Making) -> None:
+def test_a_multi_process_collector_accepts_a_weightsync_updater(multi: Making) -> None:
     made = policy(0)
     held = tensordict(made).share_memory_()
     updater = MultiProcessedWeightUpdater(get_server_weights=lambda: tensordict(policy(1)), policy_weights={0: held})

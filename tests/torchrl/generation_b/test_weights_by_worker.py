@@ -90,7 +90,7 @@ def test_a_worker_that_left_unnoticed_is_named_in_the_report_and_the_others_are_
     assert set(report.left) == {2}
 
 
-def test_a_worker_that_left_while_another_was_served_is_in_the_merged_report() -> None:
+def test_a_worker_that_left_is_in_the_merged_report_of_sends_to_the_others() -> None:
     with trio(small(0.0)) as three:
         three.workers[2].close()
         report = three.sending.send({0: small(1.0), 1: small(2.0)}, timeout=PATIENCE)
@@ -99,7 +99,7 @@ def test_a_worker_that_left_while_another_was_served_is_in_the_merged_report() -
     assert set(report.left) == {2}
 
 
-def test_a_worker_that_left_and_was_added_again_is_sent_its_own_with_the_others() -> None:
+def test_a_worker_that_left_and_was_added_again_gets_its_own_weights_with_the_others() -> None:
     with trio(small(0.0)) as three:
         three.workers[1].shutdown()
         sender = three.sending.get_sender()
@@ -117,7 +117,7 @@ def test_a_worker_that_left_and_was_added_again_is_sent_its_own_with_the_others(
         assert three.served() == [{5.0}, {6.0}, {7.0}]
 
 
-def test_the_one_report_of_several_sends_says_what_they_took_and_met_together() -> None:
+def test_the_reports_of_sends_to_several_groups_are_merged_into_one() -> None:
     applied = Outcome(kind=OutcomeKind.APPLIED)
     of = {"model_id": "policy", "incarnation": 1}
     older, earlier, later = (SyncReport(version=version, outcomes={}, **of) for version in (2, 4, 5))
@@ -165,7 +165,7 @@ def test_the_one_report_of_several_sends_says_what_they_took_and_met_together() 
     ("bad", "options", "error"),
     [(nn.Linear(7, 7), {}, LayoutError), (small(float("nan")), {"check_finite": True}, NonFiniteError)],
 )
-def test_weights_of_one_worker_that_cannot_be_sent_keep_no_other_from_its_own(
+def test_unsendable_weights_for_one_worker_do_not_stop_the_sends_to_the_others(
     bad: nn.Module, options: Any, error: type[Exception]
 ) -> None:
     with trio(small(0.0), **options) as three:
@@ -178,7 +178,7 @@ def test_weights_of_one_worker_that_cannot_be_sent_keep_no_other_from_its_own(
     assert "worker 0: APPLIED, worker 2: APPLIED" in note
 
 
-def test_if_the_first_workers_weights_cannot_be_sent_nobody_is_sent_anything() -> None:
+def test_unsendable_weights_for_the_first_worker_stop_the_whole_send() -> None:
     with trio(small(0.0)) as three:
         with pytest.raises(LayoutError, match="No version was sent"):
             three.sending.send({0: nn.Linear(7, 7), 1: small(2.0), 2: small(3.0)}, timeout=PATIENCE)
@@ -186,14 +186,14 @@ def test_if_the_first_workers_weights_cannot_be_sent_nobody_is_sent_anything() -
         assert three.served() == [{0.0}] * 3
 
 
-def test_all_weights_that_cannot_be_sent_are_named() -> None:
+def test_the_error_names_all_weights_that_cannot_be_sent() -> None:
     with trio(small(0.0)) as three, pytest.raises(LayoutError, match="7, 7") as raised:
         three.sending.send({0: small(1.0), 1: nn.Linear(7, 7), 2: nn.Linear(5, 5)}, timeout=PATIENCE)
 
     assert "5, 5" in raised.value.__notes__[0]
 
 
-def test_without_waiting_a_refusal_of_one_worker_is_raised() -> None:
+def test_with_sync_false_a_refusal_by_one_worker_is_raised() -> None:
     """With `sync=False`, the second worker's update settles that of the first in the same call."""
     with trio(sync=False) as three:
         with pytest.raises(SyncError) as raised:
@@ -219,7 +219,7 @@ class Adapted(nn.Module):
         return self.base
 
 
-class OnSparse(nn.Module):
+class WithSparseBase(nn.Module):
     """A base whose weights cannot be sent, with adapters."""
 
     def __init__(self, fill: float) -> None:
@@ -228,8 +228,8 @@ class OnSparse(nn.Module):
         self.lora_a = small(fill)
 
 
-@pytest.mark.parametrize("make", [Adapted, OnSparse])
-def test_workers_get_their_own_of_the_chosen_weights_whatever_the_others_are(make: Any) -> None:
+@pytest.mark.parametrize("make", [Adapted, WithSparseBase])
+def test_workers_get_their_own_selected_weights_whatever_the_other_tensors_are(make: Any) -> None:
     with trio(make(0.0), make=make, names="lora_*") as three:
         report = three.sending.send({0: make(1.0), 1: make(2.0), 2: make(1.0)}, timeout=PATIENCE)
 
@@ -238,14 +238,14 @@ def test_workers_get_their_own_of_the_chosen_weights_whatever_the_others_are(mak
     assert report.version == 3, "two versions after the first: workers with equal weights share one"
 
 
-def of_init(fill: float) -> dict[str, Any]:
+def init_options(fill: float) -> dict[str, Any]:
     """The arguments with which `init_on_sender` gets weights for each worker."""
     return {"params_map": {worker: dict(small(fill + worker).state_dict()) for worker in range(3)}}
 
 
 @pytest.mark.parametrize("removed", [True, False])
-def test_weights_of_init_for_a_worker_that_has_left_keep_no_other_from_its_own(removed: bool) -> None:
-    with trio(**of_init(1.0)) as three:
+def test_init_weights_of_a_worker_that_left_do_not_stop_sends_to_the_others(removed: bool) -> None:
+    with trio(**init_options(1.0)) as three:
         three.workers[2].close()
         if removed:
             three.sending.get_sender().remove_worker(2)
@@ -257,13 +257,13 @@ def test_weights_of_init_for_a_worker_that_has_left_keep_no_other_from_its_own(r
     assert set(report.outcomes) == {0, 1}
 
 
-def test_weights_for_unknown_workers_alone_are_refused_by_their_ids() -> None:
+def test_weights_for_unknown_workers_only_are_refused_with_their_ids() -> None:
     with contextlib.closing(Trio()) as trio, pytest.raises(ConfigurationError, match=r"some for \[7\].*\[0, 1, 2\]"):
         trio.sending.send({7: small(1.0)})
 
 
-def test_weights_of_init_are_refused_once_every_worker_has_left() -> None:
-    with trio(**of_init(1.0)) as three:
+def test_init_weights_cannot_be_sent_once_every_worker_has_left() -> None:
+    with trio(**init_options(1.0)) as three:
         for worker in range(3):
             three.sending.get_sender().remove_worker(worker)
 
@@ -273,10 +273,10 @@ def test_weights_of_init_are_refused_once_every_worker_has_left() -> None:
             three.sending.send(worker_ids=2, timeout=PATIENCE)
 
 
-def test_a_worker_may_leave_before_connect_sends_the_weights_of_init() -> None:
+def test_workers_may_leave_before_connect_sends_the_init_weights() -> None:
     pipes = [multiprocessing.Pipe() for _ in range(3)]
     with MultiProcessWeightSyncScheme() as sending, MultiProcessWeightSyncScheme() as worker:
-        sending.init_on_sender("policy", pipes=[ours for ours, _ in pipes], **of_init(1.0))
+        sending.init_on_sender("policy", pipes=[ours for ours, _ in pipes], **init_options(1.0))
         for left in (0, 2):
             sending.get_sender().remove_worker(left)
         model = small(0.0)

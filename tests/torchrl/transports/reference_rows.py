@@ -20,7 +20,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     # ------------------------------------------------------------------------------------ in general
     "every public name imports from weightsync": {"test_public_names": ("test_every_public_name_imports",)},
     "every error type that the reference documents stays a base": {
-        "test_tree": ("test_the_documented_types_stay_bases",)
+        "test_tree": ("test_errors_keep_their_documented_base_classes",)
     },
     "a SyncReport where the reference returns None": {
         B: ("test_send_is_applied_in_the_background_and_returns_a_report",),
@@ -29,8 +29,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "signatures are verbatim, ours add keyword-only arguments": {
         S: ("test_signatures_are_the_references_with_keyword_only_additions", "test_defaults_are_the_references"),
         "test_signatures": (
-            "test_what_differs_is_in_the_reviewed_table",
-            "test_what_is_said_to_have_only_keywords_added_has_only_those",
+            "test_every_difference_is_in_the_reviewed_table",
+            "test_members_listed_as_added_differ_only_by_keywords",
             "test_no_public_name_of_torchrl_is_missing",
         ),
     },
@@ -91,7 +91,7 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "A WeightSyncScheme.create_transport, create_sender, create_receiver": {
         A: ("test_create_sender_and_create_receiver_are_wired_by_hand",),
         T: ("test_create_transport_takes_a_pipe_by_position_or_keyword",),
-        "test_facades": ("test_fault_05_a_transport_with_nobody_to_send_to_says_so",),
+        "test_facades": ("test_fault_05_sends_of_a_transport_without_a_peer_raise",),
     },
     "A WeightSyncScheme.prepare_weights": {
         A: (
@@ -190,11 +190,11 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "test_facades": (
             "test_one_thread_drives_both_ends",
             "test_send_weights_returns_when_the_ack_has_arrived",
-            "test_fault_02_a_wait_ends_by_its_timeout_and_the_late_ack_counts",
-            "test_with_nothing_pending_there_is_nothing_to_wait_for_or_to_ack",
-            "test_receive_weights_gives_none_when_time_is_up",
-            "test_check_ack_of_another_text_is_a_runtime_error",
-            "test_check_ack_takes_the_text_that_it_expects",
+            "test_fault_02_a_wait_ends_at_its_timeout_and_a_later_wait_accepts_the_late_ack",
+            "test_wait_ack_and_send_ack_without_a_pending_update_raise_state_error",
+            "test_receive_weights_returns_none_at_its_timeout",
+            "test_check_ack_raises_runtime_error_for_another_ack_text",
+            "test_check_ack_accepts_the_expected_ack_text",
         ),
     },
     "A MPTransport.pipe": {
@@ -203,8 +203,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_mp_transport_behind_a_receiver_as_worker_loops_have_it",
         ),
         "test_facades_pipes": (
-            "test_fault_06_the_users_own_messages_keep_their_place_and_are_unchanged",
-            "test_a_scheme_s_receiver_shows_the_reference_s_transport",
+            "test_fault_06_user_messages_keep_their_order_and_are_unchanged",
+            "test_the_transport_of_a_receiver_behaves_like_torchrls_in_a_worker_loop",
         ),
     },
     "A SharedMemTransport": {
@@ -224,9 +224,9 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
         "test_ray_facades": (
             "test_ray_transport_sends_to_a_plain_collector",
-            "test_ray_transports_of_either_generation_reach_an_actor_of_ours",
+            "test_ray_transport_of_generation_b_sends_to_an_actor_with_a_receiver",
         ),
-        "test_facades": ("test_fault_05_a_transport_with_nobody_to_send_to_says_so",),
+        "test_facades": ("test_fault_05_sends_of_a_transport_without_a_peer_raise",),
     },
     "A RayActorTransport": {
         R: (
@@ -235,14 +235,14 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_ray_actor_transport_without_an_actor_is_not_connected",
         ),
         "test_ray_facades": (
-            "test_ray_actor_transport_calls_the_method_that_was_named",
-            "test_ray_actor_transport_refuses_another_method",
+            "test_ray_actor_transport_calls_the_given_update_method",
+            "test_ray_actor_transport_refuses_an_unknown_update_method",
         ),
     },
     "A RPCTransport": {
         "test_facades": (
-            "test_fault_05_a_transport_with_nobody_to_send_to_says_so",
-            "test_a_transport_of_calls_that_is_called_by_nobody_receives_nothing",
+            "test_fault_05_sends_of_a_transport_without_a_peer_raise",
+            "test_an_rpc_transport_without_calls_receives_nothing",
         ),
         "test_rpc_transport": (
             "test_send_weights_updates_the_collector",
@@ -252,21 +252,21 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "A DistributedTransport": {
         "test_facades": (
-            "test_fault_05_a_transport_with_nobody_to_send_to_says_so",
+            "test_fault_05_sends_of_a_transport_without_a_peer_raise",
             "test_one_thread_drives_both_ends",
-            "test_with_nothing_pending_there_is_nothing_to_wait_for_or_to_ack",
+            "test_wait_ack_and_send_ack_without_a_pending_update_raise_state_error",
         ),
         "test_store_facades": (
-            "test_another_instruction_is_a_value_error",
-            "test_check_connection_is_the_users_process_group",
-            "test_the_references_keys_are_written_as_hints",
-            "test_a_worker_loop_written_for_the_reference",
+            "test_an_unknown_instruction_raises_value_error",
+            "test_check_connection_tells_whether_the_user_has_a_process_group",
+            "test_torchrls_keys_are_written_as_hints",
+            "test_a_worker_loop_written_for_torchrl_receives_each_update_once",
         ),
     },
     "B DistributedTransport": {
         "test_facades": (
-            "test_fault_05_a_transport_with_nobody_to_send_to_says_so",
-            "test_receive_weights_gives_none_when_time_is_up",
+            "test_fault_05_sends_of_a_transport_without_a_peer_raise",
+            "test_receive_weights_returns_none_at_its_timeout",
             "test_the_setup_methods_of_a_distributed_transport_do_nothing",
         ),
         "test_store_facades": (
@@ -282,8 +282,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_ray_module_transform_receiver_applies_locally",
         ),
         "test_ray_facades": (
-            "test_the_module_scheme_finds_its_one_actor",
-            "test_the_modules_receiver_lives_in_the_actor",
+            "test_the_module_scheme_finds_its_actor_in_each_way",
+            "test_the_receiver_of_the_module_scheme_runs_in_the_actor",
         ),
     },
     # ------------------------------------------------------------------------------------- schemes
@@ -306,8 +306,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "test_rpc_scheme_names_what_its_sender_misses",
             "test_distributed_scheme_names_what_its_sides_miss",
         ),
-        "test_facades": ("test_fault_05_a_transport_with_nobody_to_send_to_says_so",),
-        "test_store_sends": ("test_what_is_missing_is_named",),
+        "test_facades": ("test_fault_05_sends_of_a_transport_without_a_peer_raise",),
+        "test_store_sends": ("test_missing_and_invalid_arguments_are_named_in_the_error",),
         "test_rpc_scheme": ("test_a_context_gives_what_is_not_given",),
         "test_ray_scheme": ("test_an_actor_may_initialise_its_own_scheme",),
     },
@@ -360,10 +360,10 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "RayWeightUpdater": {
         R: ("test_fault_12_ray_weight_updater_looks_at_its_futures",),
         "test_updaters_ray": (
-            "test_every_collector_gets_the_weights_by_one_put",
-            "test_max_interval_pushes_are_skipped_between_two_and_never_the_first",
-            "test_the_interval_holds_for_named_workers_too_each_with_its_own",
-            "test_a_negative_interval_is_none",
+            "test_all_collectors_get_the_weights_through_one_ray_put",
+            "test_max_interval_pushes_are_skipped_between_two_calls_and_never_the_first",
+            "test_each_worker_has_its_own_interval_even_if_named_in_the_push",
+            "test_a_negative_interval_counts_as_zero",
         ),
     },
     "RemoteModuleWeightUpdater": {U: ("test_remote_module_weight_updater_must_be_given_weights",)},
@@ -409,8 +409,8 @@ ROWS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "what a TorchRL collector does with a scheme": {
         "test_torchrl_collectors": (
-            "test_our_schemes_are_theirs",
-            "test_a_collectors_workers_act_by_the_weights_that_were_sent",
+            "test_weightsync_schemes_are_instances_of_torchrls_scheme",
+            "test_a_collectors_workers_act_with_the_sent_weights",
         ),
         "test_rpc_generation_b": ("test_torchrls_own_rpc_collector_runs_on_our_scheme",),
     },

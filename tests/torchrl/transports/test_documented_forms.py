@@ -31,7 +31,7 @@ from weightsync import (
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_each_documented_call_is_taken(name: str) -> None:
+def test_signatures_accept_each_documented_call(name: str) -> None:
     scheme, _, method = name.partition(".")
     signature = inspect.signature(getattr(getattr(weightsync, scheme), method))
     for positional, keywords in FORMS[name]:
@@ -39,7 +39,7 @@ def test_each_documented_call_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("scheme_class", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, NoWeightSyncScheme])
-def test_a_model_id_of_none_is_the_policys(scheme_class: Any) -> None:
+def test_model_id_none_means_policy(scheme_class: Any) -> None:
     """TorchRL's signatures have ``model_id: str | None = None`` together with weights and devices."""
     with scheme_class() as scheme:
         scheme.init_on_sender(model_id=None, weights={"a": torch.ones(1)}, devices=[torch.device("cpu")])
@@ -64,7 +64,7 @@ RREF: Any = object()
         (("w0",), {"collector_rref": RREF, "collector_class": Collector}),
     ],
 )
-def test_an_rpc_transport_is_made_of_info_rref_and_class(form: Any) -> None:
+def test_an_rpc_transport_is_created_from_info_rref_and_class(form: Any) -> None:
     positional, keywords = form
     transport = RPCWeightSyncScheme().create_transport(*positional, **keywords)
 
@@ -73,7 +73,7 @@ def test_an_rpc_transport_is_made_of_info_rref_and_class(form: Any) -> None:
     assert (collector.worker, collector.rref, collector.kind) == ("w0", RREF, Collector)
 
 
-def test_an_rpc_transport_is_refused_what_is_no_three() -> None:
+def test_rpc_create_transport_refuses_other_tuples_and_duplicate_arguments() -> None:
     for wrong in (("w0", RREF), ("w0", RREF, Collector, 1)):
         with pytest.raises(ConfigurationError, match="collector_info, collector_rref, collector_class"):
             RPCWeightSyncScheme().create_transport(wrong)
@@ -95,7 +95,7 @@ STORE: Any = object()
         ((), {"weights_buffer": TensorDict(), "store": STORE, "rank": 2, "sync": True}),
     ],
 )
-def test_a_distributed_transport_is_made_of_store_and_rank(form: Any) -> None:
+def test_a_distributed_transport_is_created_from_store_and_rank(form: Any) -> None:
     positional, keywords = form
     transport = DistributedWeightSyncScheme().create_transport(*positional, **keywords)
 
@@ -103,7 +103,7 @@ def test_a_distributed_transport_is_made_of_store_and_rank(form: Any) -> None:
     assert (transport.store, transport.rank, transport.sync) == (STORE, 2, True)
 
 
-def test_a_distributed_transport_is_refused_what_is_no_pair() -> None:
+def test_distributed_create_transport_refuses_other_tuples_and_duplicate_arguments() -> None:
     with pytest.raises(ConfigurationError, match="store, rank"):
         DistributedWeightSyncScheme().create_transport((STORE, 2, 3))
     with pytest.raises(ConfigurationError, match="twice"):
@@ -137,7 +137,7 @@ def test_a_scheme_shows_the_underscored_flags_read_only() -> None:
         assert scheme._initialized_on_sender is True
 
 
-def test_from_backend_says_that_a_backend_is_unsupported() -> None:
+def test_from_backend_raises_value_error_for_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"Unsupported weight-sync backend 'carrier pigeon'.*shared"):
         WeightSyncScheme.from_backend("carrier pigeon")
 
@@ -145,7 +145,7 @@ def test_from_backend_says_that_a_backend_is_unsupported() -> None:
 # ------------------------------------------------------------------------------------------- older keywords
 
 
-def test_receivers_take_the_older_keywords() -> None:
+def test_receivers_accept_the_older_keywords() -> None:
     ours, theirs = multiprocessing.Pipe()
     scheme, model = MultiProcessWeightSyncScheme(), small()
     for verb in ("register_model", "_register_model"):
@@ -164,7 +164,7 @@ def test_receivers_take_the_older_keywords() -> None:
         assert sender.wait_async().ok
 
 
-def test_a_receiver_is_given_one_model_and_one_transport() -> None:
+def test_a_receiver_needs_exactly_one_model_and_one_transport() -> None:
     with MultiProcessWeightSyncScheme().create_receiver() as receiver:
         with pytest.raises(ConfigurationError, match="model"):
             receiver.register_model(small(), model_ref=small())
@@ -185,27 +185,27 @@ def buffers() -> dict[int, TensorDict]:
 
 
 @pytest.mark.parametrize("auto_register", [True, False])
-def test_auto_register_is_shown(auto_register: bool) -> None:
+def test_auto_register_is_a_readable_property(auto_register: bool) -> None:
     assert SharedMemWeightSyncScheme(auto_register=auto_register).auto_register is auto_register
     assert SharedMemTransport(auto_register=auto_register).auto_register is auto_register
     assert SharedMemWeightSyncScheme("state_dict").auto_register is True
 
 
 @pytest.mark.parametrize("value", ["no", 0, None])
-def test_auto_register_is_a_bool(value: Any) -> None:
+def test_auto_register_must_be_a_bool(value: Any) -> None:
     for make in (SharedMemWeightSyncScheme, SharedMemTransport):
         with pytest.raises(ConfigurationError, match=r"^auto_register="):
             make(auto_register=value)
 
 
 @pytest.mark.parametrize("value", [small(), 3, TensorDict({"weight": torch.zeros(2)}), {"weight": torch.zeros(2)}])
-def test_copy_targets_are_given_by_model(value: Any) -> None:
+def test_policy_weights_must_be_a_dict_from_model_ids_to_weights(value: Any) -> None:
     for make in (SharedMemWeightSyncScheme, SharedMemTransport):
         with pytest.raises(ConfigurationError, match=r"^policy_weights= is .*give a dict that maps a model's id"):
             make(value)
 
 
-def test_a_copy_target_is_registered_under_a_models_name() -> None:
+def test_register_shared_weights_refuses_a_wrong_model_id_or_wrong_weights() -> None:
     scheme = SharedMemWeightSyncScheme()
     with pytest.raises(ConfigurationError, match=r"^model_id= is 3"):
         scheme.register_shared_weights(3, {"weight": torch.zeros(2)})  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_register_weights_takes_a_params_map(buffers: dict[int, TensorDict], nam
     assert transport.unique_weights == list(buffers.values())
 
 
-def test_a_params_map_is_registered_alone(buffers: dict[int, TensorDict]) -> None:
+def test_a_params_map_can_be_registered_without_queues(buffers: dict[int, TensorDict]) -> None:
     transport = SharedMemTransport()
     transport.register_weights(params_map=buffers)
     transport.send_weights({"weight": torch.ones(2)})
@@ -263,13 +263,13 @@ def test_a_params_map_is_registered_alone(buffers: dict[int, TensorDict]) -> Non
         transport.setup_connection_and_weights_on_sender()
 
 
-def test_what_register_weights_is_given_is_one_form(buffers: dict[int, TensorDict]) -> None:
+def test_register_weights_refuses_incomplete_or_mixed_forms(buffers: dict[int, TensorDict]) -> None:
     for wrong in ({}, {"model_id": "policy"}, {"model_id": "policy", "params_map": buffers}):
         with pytest.raises(ConfigurationError, match="params_map"):
             SharedMemTransport().register_weights(**wrong)
 
 
-def test_weights_worker_by_worker_are_written_to_all_or_to_none(buffers: dict[int, TensorDict]) -> None:
+def test_per_worker_weights_are_written_to_all_workers_or_to_none(buffers: dict[int, TensorDict]) -> None:
     transport = SharedMemTransport()
     transport.register_weights(buffers, {}, per_worker=True)
     own = TensorDict({"weight": torch.ones(2)})

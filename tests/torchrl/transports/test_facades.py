@@ -114,7 +114,7 @@ def test_send_weights_returns_when_the_ack_has_arrived(ends: Ends) -> None:
     assert (report.ok, found) == (True, [{3.0}])
 
 
-def test_fault_02_a_wait_ends_by_its_timeout_and_the_late_ack_counts(ends: Ends) -> None:
+def test_fault_02_a_wait_ends_at_its_timeout_and_a_later_wait_accepts_the_late_ack(ends: Ends) -> None:
     ends.trainer.timeout = 0.02
     with pytest.raises(TimeoutError) as caught:
         ends.trainer.send_weights("policy", weights(1.0))
@@ -126,14 +126,14 @@ def test_fault_02_a_wait_ends_by_its_timeout_and_the_late_ack_counts(ends: Ends)
     assert 1 == ends.trainer.wait_ack().version
 
 
-def test_with_nothing_pending_there_is_nothing_to_wait_for_or_to_ack(ends: Ends) -> None:
+def test_wait_ack_and_send_ack_without_a_pending_update_raise_state_error(ends: Ends) -> None:
     with pytest.raises(StateError):
         ends.trainer.wait_ack()
     with pytest.raises(StateError):
         ends.worker.send_ack()
 
 
-def test_receive_weights_gives_none_when_time_is_up(ends: Ends) -> None:
+def test_receive_weights_returns_none_at_its_timeout(ends: Ends) -> None:
     assert ends.worker.receive_weights(timeout=0.01) is None
 
 
@@ -151,7 +151,7 @@ def test_fault_13_a_second_send_while_one_is_outstanding_is_a_runtime_error(ends
     assert 1 == ends.trainer.wait_ack().version
 
 
-def test_check_ack_takes_the_text_that_it_expects(ends: Ends) -> None:
+def test_check_ack_accepts_the_expected_ack_text(ends: Ends) -> None:
     for text in ("updated", "registered"):
         ends.sent()
         ends.worker.send_ack(text)
@@ -160,7 +160,7 @@ def test_check_ack_takes_the_text_that_it_expects(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(("said", "expected"), [("other", "updated"), ("updated", "other"), ("one", "other")])
-def test_check_ack_of_another_text_is_a_runtime_error(ends: Ends, said: str, expected: str) -> None:
+def test_check_ack_raises_runtime_error_for_another_ack_text(ends: Ends, said: str, expected: str) -> None:
     ends.sent()
     ends.worker.send_ack(said)
 
@@ -168,7 +168,7 @@ def test_check_ack_of_another_text_is_a_runtime_error(ends: Ends, said: str, exp
         ends.trainer.check_ack(expected)
 
 
-def test_only_updated_means_applied(ends: Ends) -> None:
+def test_an_ack_text_other_than_updated_is_a_refusal(ends: Ends) -> None:
     ends.sent()
     ends.worker.send_ack("no room")
 
@@ -212,7 +212,7 @@ def alone(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
     transport.close()
 
 
-def test_fault_05_a_transport_with_nobody_to_send_to_says_so(alone: tuple[Any, str]) -> None:
+def test_fault_05_sends_of_a_transport_without_a_peer_raise(alone: tuple[Any, str]) -> None:
     """TorchRL's transport returned None."""
     transport, lacks = alone
     # Without an actor, the Ray facade only checks whether Ray is initialised, which another test may have done.
@@ -225,7 +225,7 @@ def test_fault_05_a_transport_with_nobody_to_send_to_says_so(alone: tuple[Any, s
         transport.wait_ack()
 
 
-def test_a_transport_of_calls_that_is_called_by_nobody_receives_nothing() -> None:
+def test_an_rpc_transport_without_calls_receives_nothing() -> None:
     for transport in (RPCTransport(), RPCTransport(worker_rank=1)):
         with transport:
             assert transport.receive_weights(timeout=0.01) is None
@@ -239,7 +239,7 @@ def test_the_setup_methods_of_a_distributed_transport_do_nothing(given: Any) -> 
     assert transport.setup_connection_and_weights_on_receiver(worker_idx=0) is None
 
 
-def test_copies_of_a_transport_that_is_reached_by_name_carry_the_address() -> None:
+def test_copies_of_an_rpc_transport_keep_the_collectors_address() -> None:
     with RPCTransport("w0", collector_class=Ends) as transport:
         for made in (copy.deepcopy(transport), pickle.loads(pickle.dumps(transport))):
             assert made.collector == transport.collector

@@ -102,7 +102,7 @@ def queues() -> Iterator[list[Any]]:
         (("value",), {"weights": filled(1.0)}, "value"),
     ],
 )
-def test_both_generations_argument_forms(ends: Ends, args: Any, kwargs: Any, model_id: str) -> None:
+def test_argument_forms_of_both_generations_are_accepted(ends: Ends, args: Any, kwargs: Any, model_id: str) -> None:
     ends.trainer.send_weights_async(*args, **kwargs)
 
     assert model_id == ends.worker.receive_weights()[0]
@@ -110,7 +110,7 @@ def test_both_generations_argument_forms(ends: Ends, args: Any, kwargs: Any, mod
     assert ends.trainer.wait_ack().model_id == model_id
 
 
-def test_weights_are_handed_out_as_what_was_sent(ends: Ends) -> None:
+def test_received_weights_have_the_structure_of_the_sent_ones(ends: Ends) -> None:
     nested = {"layer": {"weight": torch.ones(2)}}
     for weights in (filled(1.0), nested, TensorDict(nested), small(2.0)):
         ends.trainer.send_weights_async(weights)
@@ -138,14 +138,14 @@ def test_an_argument_that_is_given_twice_is_refused(ends: Ends, args: Any, named
 
 
 @pytest.mark.parametrize("weights", [None, 3, "policy", [torch.ones(2)]])
-def test_what_is_no_weights_is_a_value_error_and_nothing_is_sent(ends: Ends, weights: Any) -> None:
+def test_sending_objects_that_are_not_weights_raises_value_error_and_sends_nothing(ends: Ends, weights: Any) -> None:
     with pytest.raises(ValueError, match=r"Nothing was sent|not supported"):
         ends.trainer.send_weights(weights)
 
     assert ends.worker.receive_weights(0.01) is None
 
 
-def test_several_models_over_one_pipe_are_acked_each(ends: Ends) -> None:
+def test_several_models_over_one_pipe_are_acked_separately(ends: Ends) -> None:
     for model_id in ("policy", "value"):
         ends.trainer.send_weights_async(model_id, filled(1.0))
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_several_models_over_one_pipe_are_acked_each(ends: Ends) -> None:
         ends.trainer.wait_ack()
 
 
-def test_receive_weights_writes_into_a_buffer_and_a_model_too(ends: Ends) -> None:
+def test_receive_weights_can_write_into_a_buffer_and_a_model(ends: Ends) -> None:
     buffer, model = filled(0.0), torch.nn.Linear(3, 2)
     ends.trainer.send_weights_async(filled(4.0))
 
@@ -168,7 +168,7 @@ def test_receive_weights_writes_into_a_buffer_and_a_model_too(ends: Ends) -> Non
     assert 4.0 == value(buffer) == value(model.state_dict())
 
 
-def test_a_model_is_written_only_by_a_strategy_and_a_buffer_with_any_or_none(ends: Ends) -> None:
+def test_a_model_is_written_only_with_a_strategy_and_a_buffer_without_a_model(ends: Ends) -> None:
     buffer, model = filled(0.0), torch.nn.Linear(3, 2)
     kept = constants(model)
     for fill, into in ((1.0, {"model": model}), (2.0, {"weights": buffer, "strategy": "state_dict"})):
@@ -207,7 +207,7 @@ def test_weights_that_fit_only_a_buffer_or_only_a_model_change_neither(ends: End
         ends.trainer.wait_ack()
 
 
-def test_the_first_weights_are_written_where_the_call_says(ends: Ends) -> None:
+def test_setup_on_the_receiver_writes_the_first_weights_into_buffer_and_model(ends: Ends) -> None:
     buffer, model = filled(0.0), torch.nn.Linear(3, 2)
     ends.trainer.send_weights_async(filled(4.0))
 
@@ -218,7 +218,7 @@ def test_the_first_weights_are_written_where_the_call_says(ends: Ends) -> None:
     assert 4.0 == value(found[1]) == value(buffer) == value(model.state_dict())
 
 
-def test_weights_are_waited_for_a_second_in_generation_a_and_without_end_in_b(
+def test_the_default_receive_timeout_is_one_second_in_generation_a_and_none_in_b(
     ends: Ends, queues: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[Any] = []
@@ -240,7 +240,7 @@ class Renaming(WeightStrategy):
     """A user's strategy, which may rename the entries that it applies."""
 
 
-def test_a_model_is_not_written_if_a_strategy_of_the_users_cannot_fill_the_buffer(ends: Ends) -> None:
+def test_a_model_is_not_written_if_a_users_strategy_cannot_fill_the_buffer(ends: Ends) -> None:
     buffer, model = {"weight": torch.zeros(2, 9), "bias": torch.zeros(2)}, torch.nn.Linear(3, 2)
     kept = constants(model)
     ends.trainer.send_weights_async(filled(4.0))
@@ -283,7 +283,7 @@ def test_receive_weights_takes_a_strategy_by_its_name(ends: Ends) -> None:
     assert 4.0 == value(model.state_dict())
 
 
-def test_an_update_is_handed_out_once(ends: Ends) -> None:
+def test_receive_weights_returns_each_update_once(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
 
     assert ends.worker.receive_weights() is not None
@@ -293,7 +293,7 @@ def test_an_update_is_handed_out_once(ends: Ends) -> None:
         ends.worker.send_ack()
 
 
-def test_a_late_joiner_is_handed_the_newest(hurried: Ends) -> None:
+def test_a_worker_that_receives_late_gets_the_newest_version(hurried: Ends) -> None:
     for fill in (1.0, 2.0):
         with pytest.raises(AckTimeoutError):
             hurried.trainer.send_weights(filled(fill))
@@ -301,7 +301,7 @@ def test_a_late_joiner_is_handed_the_newest(hurried: Ends) -> None:
     assert 2.0 == value(hurried.worker.receive_weights()[1])
 
 
-def test_a_send_says_how_long_it_waits_and_may_return_its_failure(hurried: Ends, queues: list[Any]) -> None:
+def test_send_weights_checks_its_timeout_and_can_return_a_failed_report(hurried: Ends, queues: list[Any]) -> None:
     for trainer in (hurried.trainer, MPTransport(*queues, 0.02)):
         report = trainer.send_weights(filled(1.0), on_failure="report")
         assert OutcomeKind.TIMED_OUT is report[0].kind
@@ -310,7 +310,7 @@ def test_a_send_says_how_long_it_waits_and_may_return_its_failure(hurried: Ends,
         trainer.close()
 
 
-def test_what_was_acked_is_sent_to_a_closed_end_no_more(ends: Ends) -> None:
+def test_a_closed_transport_neither_sends_nor_receives(ends: Ends) -> None:
     ends.worker.close()
     with pytest.raises(StateError):
         ends.worker.receive_weights()
@@ -319,7 +319,7 @@ def test_what_was_acked_is_sent_to_a_closed_end_no_more(ends: Ends) -> None:
         ends.trainer.send_weights(filled(1.0))
 
 
-def test_a_trainer_that_is_gone_ends_a_wait_for_ever(ends: Ends) -> None:
+def test_a_closed_trainer_ends_a_receive_without_timeout(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
     ends.worker.receive_weights()
     ends.worker.send_ack()
@@ -354,7 +354,7 @@ def test_a_wait_of_another_thread_ends_at_once_when_the_transport_is_closed(ends
                 receiving.result(PATIENCE / 2)
 
 
-def test_a_with_block_that_an_error_leaves_tells_the_trainer_which(ends: Ends) -> None:
+def test_an_error_that_leaves_a_with_block_is_reported_to_the_trainer(ends: Ends) -> None:
     def work() -> None:
         with ends.worker:
             ends.worker.receive_weights()
@@ -368,7 +368,7 @@ def test_a_with_block_that_an_error_leaves_tells_the_trainer_which(ends: Ends) -
         ends.trainer.wait_ack()
 
 
-def test_a_transport_that_was_closed_says_so_and_hides_no_error(ends: Ends) -> None:
+def test_closing_during_a_receive_keeps_the_users_error_and_later_calls_say_closed(ends: Ends) -> None:
     class Closing(WeightStrategy):
         def apply_weights(self, *_: Any, **__: Any) -> None:
             ends.worker.close()
@@ -384,7 +384,7 @@ def test_a_transport_that_was_closed_says_so_and_hides_no_error(ends: Ends) -> N
             call()
 
 
-def test_a_copy_owes_nothing(ends: Ends) -> None:
+def test_a_pickled_transport_keeps_its_timeout_but_no_outstanding_updates(ends: Ends) -> None:
     ends.trainer.send_weights_async(filled(1.0))
     state = {name: entry for name, entry in ends.trainer.__getstate__().items() if name != "_given"}
 
@@ -395,7 +395,7 @@ def test_a_copy_owes_nothing(ends: Ends) -> None:
 # ------------------------------------------------------------------------------------------------- the pipe
 
 
-def test_fault_06_the_users_own_messages_keep_their_place_and_are_unchanged(ends: Ends) -> None:
+def test_fault_06_user_messages_keep_their_order_and_are_unchanged(ends: Ends) -> None:
     mine = [("reset", {"seed": 3}), (None, "updated"), b"bytes"]
     ends.trainer.pipe.send(mine[0])
     ends.trainer.send_weights_async(filled(1.0))
@@ -410,7 +410,7 @@ def test_fault_06_the_users_own_messages_keep_their_place_and_are_unchanged(ends
     assert ends.trainer.wait_ack().ok
 
 
-def test_fault_06_receive_weights_leaves_the_users_messages_where_they_are(ends: Ends) -> None:
+def test_fault_06_receive_weights_leaves_user_messages_in_the_pipe(ends: Ends) -> None:
     ends.trainer.pipe.send("before")
     ends.trainer.send_weights_async(filled(1.0))
 
@@ -421,14 +421,14 @@ def test_fault_06_receive_weights_leaves_the_users_messages_where_they_are(ends:
     assert not ends.worker.pipe.poll()
 
 
-def test_an_ack_text_with_nothing_to_answer_is_the_users_message(ends: Ends) -> None:
+def test_an_ack_text_without_a_pending_update_is_a_user_message(ends: Ends) -> None:
     ends.worker.pipe.send((None, "updated"))
 
     assert (None, "updated") == ends.trainer.pipe.recv()
 
 
 @pytest.mark.parametrize("mine", [np.ones(3), (np.ones(3), "updated"), (None, np.ones(3))])
-def test_a_message_that_is_not_an_ack_is_sent_whatever_its_comparison_returns(ends: Ends, mine: Any) -> None:
+def test_numpy_arrays_in_user_messages_are_not_taken_for_acks(ends: Ends, mine: Any) -> None:
     ends.trainer.send_weights_async("policy", filled(1.0))
     ends.worker.pipe.recv()  # the worker owes an ack for this update
     ends.worker.pipe.send(mine)
@@ -436,7 +436,7 @@ def test_a_message_that_is_not_an_ack_is_sent_whatever_its_comparison_returns(en
     assert ends.trainer.pipe.poll() is False
 
 
-def test_the_pipe_of_a_trainer_that_is_gone_is_at_its_end(ends: Ends) -> None:
+def test_the_pipe_of_a_closed_trainer_raises_eof_error_after_the_last_message(ends: Ends) -> None:
     ends.trainer.pipe.send("last words")
     ends.pipes[0].close()
     ends.trainer.close()
@@ -447,7 +447,7 @@ def test_the_pipe_of_a_trainer_that_is_gone_is_at_its_end(ends: Ends) -> None:
         ends.worker.pipe.recv()
 
 
-def test_poll_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
+def test_poll_waits_for_an_update_that_is_sent_later(ends: Ends) -> None:
     assert not ends.worker.pipe.poll(0.01)
     later = threading.Timer(0.05, lambda: ends.trainer.send_weights_async(filled(1.0)))
     later.start()
@@ -456,7 +456,7 @@ def test_poll_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
     later.join()
 
 
-def test_recv_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
+def test_recv_waits_for_an_update_that_is_sent_later(ends: Ends) -> None:
     later = threading.Timer(0.05, lambda: ends.trainer.send_weights_async(filled(1.0)))
     later.start()
 
@@ -464,7 +464,7 @@ def test_recv_waits_for_an_update_that_is_yet_to_come(ends: Ends) -> None:
     later.join()
 
 
-def test_bytes_of_the_users_own_pass_as_they_are(ends: Ends) -> None:
+def test_bytes_sent_by_the_user_pass_unchanged(ends: Ends) -> None:
     ends.trainer.pipe.send_bytes(b"mine")
     ends.trainer.send_weights_async(filled(1.0))
 
@@ -476,7 +476,7 @@ def test_bytes_of_the_users_own_pass_as_they_are(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_a_scheme_s_receiver_shows_the_reference_s_transport(strategy: str) -> None:
+def test_the_transport_of_a_receiver_behaves_like_torchrls_in_a_worker_loop(strategy: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     model = small()
     with MultiProcessWeightSyncScheme(strategy) as there, MultiProcessWeightSyncScheme(strategy) as here:
@@ -495,7 +495,7 @@ def test_a_scheme_s_receiver_shows_the_reference_s_transport(strategy: str) -> N
         assert ({5.0}, 1) == (constants(model), receiver.version)
 
 
-def test_the_transport_of_a_scheme_s_receiver_acks_what_its_receiver_was_asked_for(ends: Ends) -> None:
+def test_the_transport_of_a_receiver_acks_an_update_taken_from_the_receiver(ends: Ends) -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_worker("policy", pipe=ends.pipes[1], model=small())
         transport = scheme.get_receiver()._transport
@@ -522,7 +522,7 @@ def test_applying_other_weights_by_hand_refuses_the_pending_update(ends: Ends) -
         assert receiver.version is None
 
 
-def test_what_was_handed_out_is_not_overtaken_while_it_is_applied(ends: Ends) -> None:
+def test_a_received_update_is_applied_although_a_newer_version_was_sent_meanwhile(ends: Ends) -> None:
     ours, theirs = multiprocessing.Pipe()
     model = small()
     with MultiProcessWeightSyncScheme() as scheme, MPTransport(ours, timeout=0.02) as trainer:
@@ -592,7 +592,7 @@ def test_fault_02_a_worker_that_dies_ends_the_wait_at_once_and_raises(forkserver
 # ----------------------------------------------------------------------------------------- generation B: queues
 
 
-def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]) -> None:
+def test_without_an_ack_queue_async_sends_work_and_send_weights_is_refused(queues: list[Any]) -> None:
     with MPTransport(queues[0]) as trainer, MPTransport(queues[0]) as worker:
         for fill in (1.0, 2.0):
             trainer.send_weights_async(filled(fill))
@@ -605,7 +605,7 @@ def test_queues_without_a_way_back_send_and_never_claim_an_ack(queues: list[Any]
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
-def test_a_trainer_that_is_gone_ends_a_wait_for_ever_over_queues(queues: list[Any], timeout: float | None) -> None:
+def test_a_closed_trainer_ends_a_receive_over_queues(queues: list[Any], timeout: float | None) -> None:
     with MPTransport(*queues) as worker:
         with MPTransport(*queues) as trainer:
             trainer.send_weights_async(filled(1.0))
@@ -633,7 +633,7 @@ def test_a_transport_over_queues_is_connected_and_has_no_pipe(queues: list[Any])
     assert not MPTransport(ack_queue=queues[1]).check_connection()
 
 
-def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
+def test_a_queue_keeps_user_messages(queues: list[Any]) -> None:
     with MPTransport(*queues) as trainer, MPTransport(*queues) as worker:
         mine = ["mine", b"mine", b""]
         for each in mine:
@@ -645,17 +645,17 @@ def test_a_queue_keeps_what_is_not_ours(queues: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [MPTransport, SharedMemTransport, DistributedTransport, RPCTransport])
-def test_a_timeout_is_checked_when_it_is_given(kind: Any) -> None:
+def test_constructors_check_the_timeout(kind: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^timeout= is '10': give a number of seconds"):
         kind(timeout="10")
 
 
-def test_the_second_argument_of_generation_a_may_be_one_of_numpys_numbers() -> None:
+def test_the_positional_timeout_of_generation_a_may_be_a_numpy_number() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, MPTransport(ours, np.int64(7)) as transport:  # type: ignore[arg-type]
         assert transport.timeout == 7
         assert transport.check_connection()
 
 
-def test_what_is_no_pipe_is_not_connected() -> None:
+def test_check_connection_is_false_for_an_object_that_is_no_pipe() -> None:
     assert not MPTransport("a pipe").check_connection()

@@ -47,7 +47,7 @@ def pipes() -> Iterator[list[Any]]:
 # ----------------------------------------------------------------------------------------------- copy targets
 
 
-def test_without_workers_a_send_fills_the_buffer_where_it_lies() -> None:
+def test_a_send_without_workers_fills_the_buffer_in_place() -> None:
     buffer = filled(0.0).share_memory_()
     transport = SharedMemTransport({"policy": buffer})
     where = buffer["weight"].data_ptr()
@@ -57,7 +57,7 @@ def test_without_workers_a_send_fills_the_buffer_where_it_lies() -> None:
     assert ({3.0}, where, 0) == (values(buffer), buffer["weight"].data_ptr(), len(report))
 
 
-def test_without_workers_both_sends_fill_the_buffer_of_the_model_however_it_is_named() -> None:
+def test_without_workers_both_sends_accept_the_model_id_in_every_argument_form() -> None:
     transport = SharedMemTransport(known := {})
     for send in (transport.send_weights, transport.send_weights_async):
         for args, named in (
@@ -74,7 +74,7 @@ def test_without_workers_both_sends_fill_the_buffer_of_the_model_however_it_is_n
     assert ("policy", 0) == (transport.check_ack().model_id, len(transport.check_ack()))
 
 
-def test_without_a_pipe_a_worker_applies_the_buffer_that_it_is_given_if_it_is_given_all_three() -> None:
+def test_receive_weights_without_a_pipe_applies_only_with_buffer_model_and_strategy() -> None:
     transport, buffer, model = SharedMemTransport(), filled(3.0), torch.nn.Linear(3, 2)
     before = constants(model)
     assert transport.receive_weights(weights=buffer, model=model) is None
@@ -86,7 +86,7 @@ def test_without_a_pipe_a_worker_applies_the_buffer_that_it_is_given_if_it_is_gi
     assert {3.0} == constants(model)
 
 
-def test_a_model_that_is_sent_first_gets_a_buffer_in_shared_memory_which_later_sends_fill() -> None:
+def test_the_first_send_of_a_model_creates_a_shared_buffer_that_later_sends_fill() -> None:
     transport = SharedMemTransport(known := {})
     transport.send_weights("policy", filled(1.0))
     buffer = known["policy"]
@@ -110,7 +110,7 @@ class Scaled(torch.nn.Linear):
         self.scale = state
 
 
-def test_the_buffer_that_a_model_gets_has_the_extra_state_of_each_of_its_modules() -> None:
+def test_a_models_buffer_has_the_extra_state_of_each_of_its_modules() -> None:
     transport = SharedMemTransport(known := {})
     source, model = (torch.nn.Sequential(Scaled(scale), Scaled(2 * scale)) for scale in (1.0, 0.0))
     transport.send_weights(source)
@@ -119,7 +119,7 @@ def test_the_buffer_that_a_model_gets_has_the_extra_state_of_each_of_its_modules
     assert [1.0, 2.0] == [layer.scale for layer in model]
 
 
-def test_an_unregistered_model_with_auto_register_off_is_a_key_error_that_lists_the_known() -> None:
+def test_an_unregistered_model_without_auto_register_raises_key_error_listing_the_known() -> None:
     transport = SharedMemTransport({"value": filled(0.0)}, auto_register=False)
 
     for send in (transport.send_weights, transport.send_weights_async):
@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_leave_the_buffer_as_it_was() -> None:
     assert {1.0} == values(buffer)
 
 
-def test_a_scheme_s_transport_fills_the_scheme_s_buffers() -> None:
+def test_a_transport_of_a_scheme_fills_the_schemes_buffers() -> None:
     scheme = SharedMemWeightSyncScheme()
     scheme.create_transport(None).send_weights("policy", filled(2.0))
 
@@ -146,7 +146,7 @@ def test_a_scheme_s_transport_fills_the_scheme_s_buffers() -> None:
         SharedMemWeightSyncScheme(auto_register=False).create_transport(None).send_weights("policy", filled(2.0))
 
 
-def test_nothing_outstanding_is_nothing_to_wait_for() -> None:
+def test_wait_ack_without_workers_raises_state_error() -> None:
     transport = SharedMemTransport()
     transport.send_weights(filled(1.0))
 
@@ -177,7 +177,7 @@ def test_workers_get_each_version_over_their_pipes_and_ack_it(pipes: list[Any]) 
         worker.close()
 
 
-def test_what_a_call_says_holds_for_the_workers_behind_pipes_too(pipes: list[Any]) -> None:
+def test_arguments_of_a_call_also_apply_to_workers_behind_pipes(pipes: list[Any]) -> None:
     with SharedMemTransport(timeout=0.02) as trainer, SharedMemTransport() as worker:
         trainer.register_pipe(pipes[0][0])
         worker.register_pipe(pipes[0][1])
@@ -211,7 +211,7 @@ def test_a_module_arrives_in_the_form_of_the_trainers_strategy(pipes: list[Any],
         assert isinstance(worker.receive_weights(PATIENCE)[1], kind)
 
 
-def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None:
+def test_a_worker_whose_pipe_is_registered_later_gets_the_latest_version(pipes: list[Any]) -> None:
     with SharedMemTransport() as trainer, MPTransport(pipes[0][1]) as first, MPTransport(pipes[1][1]) as second:
         trainer.register_pipe(pipes[0][0])
         trainer.send_weights_async(filled(1.0))
@@ -225,7 +225,7 @@ def test_a_pipe_registered_later_is_brought_up_to_date(pipes: list[Any]) -> None
             trainer.register_pipe(pipes[0][0])
 
 
-def test_a_pipe_that_only_some_models_could_be_given_may_be_registered_again(
+def test_a_pipe_whose_registration_failed_for_some_models_can_be_registered_again(
     pipes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pipe used to count as registered, and the models after the failure never reached its worker."""
@@ -269,7 +269,7 @@ def test_fault_07_a_worker_serves_a_version_until_it_receives_the_next(pipes: li
 # ---------------------------------------------------------------------------------------------- generation B
 
 
-def test_generation_b_hands_each_worker_its_buffer() -> None:
+def test_generation_b_gives_each_worker_its_own_buffer() -> None:
     buffers = {0: filled(0.0), 1: filled(0.0)}
     queues: dict[int, queue.Queue[Any]] = {0: queue.Queue(), 1: queue.Queue()}
     transport = SharedMemTransport()
@@ -287,7 +287,7 @@ def test_generation_b_hands_each_worker_its_buffer() -> None:
         transport.setup_connection_and_weights_on_receiver(worker_idx=2)
 
 
-def test_generation_b_a_worker_applies_its_buffer_if_it_is_given_a_model_and_a_strategy() -> None:
+def test_generation_b_a_worker_applies_its_buffer_only_with_a_model_and_a_strategy() -> None:
     queues: dict[int, queue.Queue[Any]] = {1: queue.Queue()}
     transport = SharedMemTransport()
     transport.register_weights({1: (buffer := filled(3.0))}, queues)
@@ -317,7 +317,7 @@ def test_generation_b_a_worker_applies_its_buffer_if_it_is_given_a_model_and_a_s
         (([filled(0.0)],), {}),
     ],
 )
-def test_what_is_the_registration_of_neither_generation_is_refused(given: Any, named: Any) -> None:
+def test_register_weights_refuses_arguments_of_neither_generation(given: Any, named: Any) -> None:
     transport = SharedMemTransport(known := {})
 
     with pytest.raises(ConfigurationError, match=r"takes \(model_id, weights\), or"):
@@ -327,7 +327,7 @@ def test_what_is_the_registration_of_neither_generation_is_refused(given: Any, n
         _ = transport.unique_weights
 
 
-def test_fault_07_a_send_to_some_never_changes_a_buffer_of_others() -> None:
+def test_fault_07_a_send_to_one_worker_of_a_common_buffer_is_refused() -> None:
     buffer, transport = filled(0.0), SharedMemTransport()
     transport.register_weights({0: buffer, 1: buffer}, {0: None, 1: None})
     assert 1 == len(transport.unique_weights)
@@ -338,7 +338,7 @@ def test_fault_07_a_send_to_some_never_changes_a_buffer_of_others() -> None:
 
 
 @pytest.mark.parametrize("weights", [filled(1.0), {0: filled(1.0)}, {0: filled(1.0), 1: filled(2.0)}])
-def test_fault_07_a_buffer_that_two_workers_were_given_is_not_written_for_one(weights: Any) -> None:
+def test_fault_07_a_per_worker_send_into_a_common_buffer_must_name_both_workers(weights: Any) -> None:
     buffer, transport = filled(0.0), SharedMemTransport()
     transport.register_weights({0: buffer, 1: buffer, 2: filled(0.0)}, per_worker=True)
 
@@ -359,7 +359,7 @@ def own_buffers() -> tuple[SharedMemTransport, dict[int, TensorDict]]:
     return transport, buffers
 
 
-def test_send_weights_async_fills_the_workers_buffers_too(
+def test_send_weights_async_also_fills_the_workers_buffers(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
 ) -> None:
     """The method used to fill a new buffer, which no worker reads."""
@@ -374,7 +374,7 @@ def test_send_weights_async_fills_the_workers_buffers_too(
         transport.send_weights(filled(0.0))
 
 
-def test_weights_of_which_some_do_not_fit_change_no_workers_buffer(
+def test_per_worker_weights_of_which_one_does_not_fit_change_no_buffer(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
 ) -> None:
     transport, buffers = own_buffers
@@ -397,7 +397,7 @@ def test_a_closed_transport_changes_no_workers_buffer(
     assert {0.0} == values(buffers[0])
 
 
-def test_the_workers_that_a_send_names_are_not_overlooked_beside_a_none(
+def test_worker_ids_after_a_none_argument_are_refused_instead_of_ignored(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]],
 ) -> None:
     transport, buffers = own_buffers
@@ -424,7 +424,7 @@ def test_a_send_to_a_worker_without_a_buffer_changes_no_workers_buffer(
     assert ("policy", 0, {3.0}) == (report.model_id, len(report), values(buffers[1]))
 
 
-def test_buffers_by_worker_and_pipes_are_not_mixed(
+def test_per_worker_buffers_and_pipes_cannot_be_combined(
     own_buffers: tuple[SharedMemTransport, dict[int, TensorDict]], pipes: list[Any]
 ) -> None:
     """Workers with pipes used to get nothing, and no report said so."""

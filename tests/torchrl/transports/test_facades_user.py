@@ -128,7 +128,7 @@ def test_a_users_transport_may_declare_that_returning_means_applied() -> None:
             sender.register_worker(1, Unsure())
 
 
-def test_fault_14_send_async_over_a_transport_that_cannot_is_a_runtime_error_and_changes_nothing() -> None:
+def test_fault_14_send_async_over_a_blocking_transport_raises_and_changes_nothing() -> None:
     transport = Postbox()
     with Scheme().create_sender() as sender:
         sender.register_worker(0, transport)
@@ -139,7 +139,7 @@ def test_fault_14_send_async_over_a_transport_that_cannot_is_a_runtime_error_and
         assert 1 == sender.send(model()).version
 
 
-def test_what_a_users_transport_raises_is_reported_with_its_traceback_and_the_others_are_served() -> None:
+def test_an_error_of_a_users_transport_is_reported_with_traceback_and_others_are_served() -> None:
     class Broken(Postbox):
         def send_weights(self, model_id: str, weights: Any) -> None:
             raise ConnectionResetError("cut in two")
@@ -185,7 +185,7 @@ def test_a_users_transport_that_is_asynchronous_is_refused(transport: Postbox, n
         sender.register_worker(0, transport)
 
 
-def test_a_users_transport_that_returned_something_to_await_is_not_acked() -> None:
+def test_a_send_weights_that_returns_an_awaitable_is_refused() -> None:
     class Later(Postbox):
         def send_weights(self, model_id: str, weights: Any) -> Any:
             return AsyncPostbox().send_weights(model_id, weights)
@@ -196,7 +196,7 @@ def test_a_users_transport_that_returned_something_to_await_is_not_acked() -> No
             sender.send(model())
 
 
-def test_a_call_that_never_returns_ends_by_the_deadline_and_neither_close_nor_others_wait_for_it() -> None:
+def test_a_stuck_transport_call_times_out_without_delaying_close_or_other_workers() -> None:
     release, fine = threading.Event(), Postbox()
 
     class Stuck(Postbox):
@@ -228,7 +228,7 @@ def test_a_call_that_never_returns_ends_by_the_deadline_and_neither_close_nor_ot
     assert 1 == len(fine.sent)
 
 
-def test_a_process_ends_although_a_transport_of_its_own_never_returns() -> None:
+def test_a_process_can_exit_while_a_call_of_its_transport_is_stuck() -> None:
     program = """
         import threading, torch, weightsync
         class Stuck:

@@ -28,7 +28,7 @@ from weightsync import (
 from weightsync.engine.sender_driver import SenderDriver
 
 
-class Way:
+class InProcessTransport:
     """A user's transport inside one process, with only the methods of TorchRL's protocol."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Way:
         return True
 
 
-class Acking(Way):
+class Acking(InProcessTransport):
     """A user's transport whose send returns only after the worker's ack."""
 
     evidence = Evidence.ANSWER
@@ -66,7 +66,7 @@ class Acking(Way):
         self.acks.put(message)
 
 
-class WayB(Way):
+class InProcessTransportB(InProcessTransport):
     """A user's transport with generation B's signatures."""
 
     def send_weights(self, weights: Any) -> None:  # type: ignore[override]
@@ -76,7 +76,7 @@ class WayB(Way):
         return super().receive_weights(timeout)
 
 
-class Untimed(Way):
+class Untimed(InProcessTransport):
     """A user's transport whose `receive_weights` has no timeout and does not wait."""
 
     def receive_weights(self) -> Any:  # type: ignore[override]
@@ -108,7 +108,7 @@ class Given(WeightSyncScheme):
 
 
 @pytest.mark.parametrize("scheme_class", [Own, OwnShared])
-def test_a_users_scheme_over_torchrls_transport(scheme_class: Any) -> None:
+def test_a_users_scheme_works_over_torchrls_transports(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     model = small()
     with scheme_class().create_sender() as sender, scheme_class().create_receiver() as receiver:
@@ -125,7 +125,7 @@ def test_a_users_scheme_over_torchrls_transport(scheme_class: Any) -> None:
         assert receiver.pipe.recv() == "a word of my own"
 
 
-def test_a_worker_loop_over_a_users_scheme() -> None:
+def test_a_worker_loop_works_over_a_users_scheme() -> None:
     ours, theirs = multiprocessing.Pipe()
     model = small()
     with Own().create_sender() as sender, Own().create_receiver() as receiver:
@@ -140,7 +140,7 @@ def test_a_worker_loop_over_a_users_scheme() -> None:
         assert constants(model) == {2.0}
 
 
-def test_a_transport_that_reaches_nobody_is_refused_as_a_workers() -> None:
+def test_a_transport_without_workers_cannot_be_registered_as_a_worker() -> None:
     class Nobody(WeightSyncScheme):
         def create_transport(self, pipe_or_context: Any) -> Any:
             return SharedMemTransport()
@@ -169,8 +169,8 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme_class", SCHEMES)
-@pytest.mark.parametrize("way", [Way, WayB, Untimed])
-def test_a_receiver_receives_by_a_users_transport(scheme_class: Any, way: Any) -> None:
+@pytest.mark.parametrize("way", [InProcessTransport, InProcessTransportB, Untimed])
+def test_a_receiver_receives_through_a_users_transport(scheme_class: Any, way: Any) -> None:
     transport, model = way(), small()
     sender, receiver = joined(scheme_class(), transport, model)
     with sender, receiver:
@@ -194,7 +194,7 @@ def serving(receiver: Any, times: int) -> threading.Thread:
     return thread
 
 
-def test_the_ack_is_sent_once_the_weights_are_live_and_tells_what_became_of_them() -> None:
+def test_a_users_transport_acks_after_the_swap_and_reports_refusals() -> None:
     model = small()
     sender, receiver = joined(Given(), Acking(), model)
     with sender, receiver:
@@ -209,7 +209,7 @@ def test_the_ack_is_sent_once_the_weights_are_live_and_tells_what_became_of_them
         assert receiver.version == 1
 
 
-def test_weights_that_were_applied_are_acked_though_the_receiver_closes_at_once(
+def test_applied_weights_are_acked_although_the_receiver_closes_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed, wait, close = threading.Event(), SenderDriver.wait, WeightSender.close
@@ -247,8 +247,8 @@ def test_weights_of_another_model_are_not_applied_and_the_sender_is_told() -> No
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("cut in two"), SystemExit("cut in two")])
-def test_what_a_users_transport_raises_is_reported_by_receive(error: BaseException) -> None:
-    class Broken(Way):
+def test_an_error_of_a_users_transport_is_raised_by_receive_as_transport_error(error: BaseException) -> None:
+    class Broken(InProcessTransport):
         def receive_weights(self, timeout: float | None = 1.0) -> Any:
             raise error
 
@@ -260,7 +260,7 @@ def test_what_a_users_transport_raises_is_reported_by_receive(error: BaseExcepti
 
 
 def test_a_users_transport_that_is_asynchronous_is_refused() -> None:
-    class Later(Way):
+    class Later(InProcessTransport):
         async def receive_weights(self, timeout: float | None = 1.0) -> Any:
             """Never awaited."""
 
@@ -270,10 +270,10 @@ def test_a_users_transport_that_is_asynchronous_is_refused() -> None:
         receiver.register_worker_transport({"transport": Later()})
 
 
-def test_a_call_that_never_returns_keeps_neither_receive_nor_close() -> None:
+def test_a_stuck_receive_weights_call_delays_neither_receive_nor_close() -> None:
     release, asked = threading.Event(), threading.Event()
 
-    class Stuck(Way):
+    class Stuck(InProcessTransport):
         def receive_weights(self, timeout: float | None = 1.0) -> Any:
             asked.set()
             release.wait(PATIENCE)
@@ -288,7 +288,7 @@ def test_a_call_that_never_returns_keeps_neither_receive_nor_close() -> None:
     release.set()
 
 
-def test_generation_bs_verbs_receive_by_a_users_transport_in_the_background() -> None:
+def test_generation_b_receives_through_a_users_transport_in_the_background() -> None:
     class GivenByContext(Given):
         def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
             super().init_on_receiver(model_id=model_id, context=context, **kwargs)

@@ -156,7 +156,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("transport_class", [MPTransport, SharedMemTransport])
-def test_a_loop_written_for_the_references_messages_keeps_working(job: Any, loop: Any, transport_class: Any) -> None:
+def test_worker_loops_written_for_torchrls_messages_keep_working(job: Any, loop: Any, transport_class: Any) -> None:
     worker = job(loop)
     trainer = transport_class() if transport_class is SharedMemTransport else transport_class(worker.pipe)
     if transport_class is SharedMemTransport:
@@ -173,7 +173,7 @@ def test_a_loop_written_for_the_references_messages_keeps_working(job: Any, loop
         assert worker.end() == 0
 
 
-def test_a_scheme_s_sender_drives_the_same_loop(job: Any) -> None:
+def test_the_sender_of_a_scheme_drives_the_same_worker_loop(job: Any) -> None:
     worker = job(loop_of_verbs)
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe])
@@ -197,7 +197,7 @@ def test_fault_03_a_worker_that_cannot_apply_is_reported_to_the_trainer_with_its
         assert worker.end() == 0
 
 
-def test_fault_02_a_stopped_worker_times_out_and_answers_when_it_goes_on(job: Any) -> None:
+def test_fault_02_a_stopped_worker_times_out_and_acks_after_it_resumes(job: Any) -> None:
     worker = job(loop_of_a_receiver)
     with MPTransport(worker.pipe, timeout=PATIENCE) as trainer:
         trainer.send_weights(weights(1.0))
@@ -226,7 +226,7 @@ def test_fault_02_a_killed_worker_is_lost_at_once(job: Any, loop: Any) -> None:
     killer.join()
 
 
-def test_a_loop_over_queues_as_generation_b_has_them(forkserver: Any) -> None:
+def test_a_worker_loop_over_generation_b_queues_works(forkserver: Any) -> None:
     queues = forkserver.Queue(), forkserver.Queue()
     process = forkserver.Process(target=loop_over_queues, args=queues)
     process.start()

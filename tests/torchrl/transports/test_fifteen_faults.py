@@ -52,7 +52,7 @@ def test_fault_01_a_late_ack_does_not_satisfy_the_next_send(pair: Pair) -> None:
     assert pair.sender.wait_async().version == 2
 
 
-def test_fault_01_nor_does_one_of_a_transport_on_its_own() -> None:
+def test_fault_01_a_late_ack_of_a_standalone_transport_does_not_satisfy_the_next_wait() -> None:
     ours, theirs = multiprocessing.Pipe()
     trainer, worker = MPTransport(ours, timeout=0.05), MPTransport(theirs)
     trainer.send_weights_async("policy", plain(1.0))
@@ -92,7 +92,7 @@ def test_fault_02_a_dead_worker_ends_the_wait(scheme_class: Any, crew: Crew) -> 
         assert stopwatch.seconds < 10
 
 
-def test_fault_02_in_generation_b_too(scheme_class: Any, crew: Crew) -> None:
+def test_fault_02_a_dead_worker_is_reported_lost_in_generation_b(scheme_class: Any, crew: Crew) -> None:
     scheme = scheme_class()
     scheme.init_on_sender(model_id="policy", model=small(1.0), devices=["cpu", "cpu"])
     workers = crew.start(scheme, 2)
@@ -112,7 +112,7 @@ def test_fault_02_in_generation_b_too(scheme_class: Any, crew: Crew) -> None:
     workers[1].do(setups.ends)
 
 
-def test_fault_02_a_timeout_is_no_success(pair: Pair) -> None:
+def test_fault_02_a_timeout_raises_and_is_reported_as_timed_out(pair: Pair) -> None:
     with pytest.raises(AckTimeoutError) as late:
         pair.sender.send(timeout=0.01)
 
@@ -133,7 +133,7 @@ def test_fault_03_a_failed_apply_is_reported(pair: Pair) -> None:
     assert pair.receiver.version is None
 
 
-def test_fault_03_by_the_background_receiver_too(scheme_class: Any, crew: Crew) -> None:
+def test_fault_03_a_failed_apply_in_the_background_is_reported(scheme_class: Any, crew: Crew) -> None:
     with fleet_of(crew, scheme_class(), 2) as fleet:
         fleet.workers[1].do(grows)
         with pytest.raises(RefusedError) as refused:
@@ -150,7 +150,7 @@ def grows(setup: WorkerSetup) -> None:
 # -------------------------------------------- 4: unpickling drops a pending update while its ack is in transit
 
 
-def test_fault_04_a_copy_owes_nothing_and_reads_nobodys_ack(pair: Pair) -> None:
+def test_fault_04_a_copied_sender_has_nothing_pending_and_leaves_the_ack_to_the_original(pair: Pair) -> None:
     pair.sender.send_async(small(1.0))
     clone = pickle.loads(pickle.dumps(pair.sender))
     pair.receiver.receive(timeout=PATIENCE)
@@ -164,7 +164,7 @@ def test_fault_04_a_copy_owes_nothing_and_reads_nobodys_ack(pair: Pair) -> None:
 # ---------------------------------------------------------------------- 5: a send without workers reports success
 
 
-def test_fault_05_a_sender_without_links_says_so(scheme_class: Any) -> None:
+def test_fault_05_a_send_without_links_raises_state_error(scheme_class: Any) -> None:
     with pytest.raises(StateError):
         scheme_class().create_sender().send(small())
 
@@ -198,7 +198,7 @@ def test_fault_06_another_message_survives_receive(pair: Pair) -> None:
 # ------------------------------------------------ 7: shared memory is written while workers read it, of all workers
 
 
-def test_fault_07_nothing_changes_under_a_worker_until_it_receives(pair: Pair) -> None:
+def test_fault_07_a_workers_model_does_not_change_until_it_receives(pair: Pair) -> None:
     pair.sync()
     for fill in (2.0, 3.0, 4.0):
         pair.sender.send_async(small(fill), on_pending="supersede")
@@ -291,7 +291,7 @@ def test_fault_10_unknown_weights_are_an_error(pair: Pair, weights: Any) -> None
     assert (pair.sender.version, pair.sender.state) == (0, State.READY)
 
 
-def test_fault_10_a_model_that_is_not_there_is_an_error(scheme_class: Any) -> None:
+def test_fault_10_a_send_without_a_model_or_weights_is_an_error(scheme_class: Any) -> None:
     ours, _theirs = multiprocessing.Pipe()
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[ours])
@@ -377,7 +377,7 @@ class Chatty(nn.Linear):
                 self.states.append(error.state)
 
 
-def test_fault_13_nothing_is_sent_from_inside_its_own_hook(scheme_class: Any) -> None:
+def test_fault_13_an_extra_state_hook_cannot_send_while_its_update_is_outstanding(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     model = Chatty()
     with scheme_class() as a, scheme_class() as b:
@@ -415,7 +415,7 @@ class MuteScheme(MultiProcessWeightSyncScheme):
         return pipe_or_context
 
 
-def test_fault_14_a_transport_without_acks_is_never_said_to_have_acked() -> None:
+def test_fault_14_a_transport_without_acks_is_not_reported_as_answered() -> None:
     transport = Mute()
     with MuteScheme().create_sender() as sender:
         sender.register_worker(0, transport)
@@ -431,7 +431,7 @@ def test_fault_14_a_transport_without_acks_is_never_said_to_have_acked() -> None
 # ------------------------------------------------------------- 15: flags and transports of one side on the other side
 
 
-def test_fault_15_one_object_on_both_sides_is_two_machines(scheme_class: Any) -> None:
+def test_fault_15_one_scheme_object_works_as_sender_and_receiver(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     model = small()
     with scheme_class() as scheme:
@@ -444,7 +444,7 @@ def test_fault_15_one_object_on_both_sides_is_two_machines(scheme_class: Any) ->
         assert constants(model) == {3.0}
 
 
-def test_fault_15_initialised_twice_is_refused_and_nothing_is_mixed(pair: Pair) -> None:
+def test_fault_15_initialising_twice_is_refused_and_the_pair_keeps_working(pair: Pair) -> None:
     for again in (
         lambda: pair.scheme.init_on_sender("policy", pipes=[], model=small()),
         lambda: pair.schemes[0].init_on_worker("policy", pipe=None, model=small()),
@@ -455,7 +455,7 @@ def test_fault_15_initialised_twice_is_refused_and_nothing_is_mixed(pair: Pair) 
     assert pair.sync().ok
 
 
-def test_fault_15_a_scheme_sent_to_a_worker_carries_nothing_of_its_sender(pair: Pair, crew: Crew) -> None:
+def test_fault_15_a_scheme_copied_to_a_worker_carries_no_sender_state(pair: Pair, crew: Crew) -> None:
     (worker,) = crew.start(pair.scheme)  # already initialised here; the process gets a copy
     with type(pair.scheme)() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(2.0))
@@ -467,7 +467,7 @@ def test_fault_15_a_scheme_sent_to_a_worker_carries_nothing_of_its_sender(pair: 
     assert pair.sync().ok
 
 
-def test_fault_15_what_a_fork_inherits_is_a_copy(pair: Pair, crew: Crew) -> None:
+def test_fault_15_a_scheme_inherited_by_a_fork_is_uninitialized(pair: Pair, crew: Crew) -> None:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=tells, args=(theirs, pair))
     process.start()

@@ -33,7 +33,7 @@ def test_every_row_has_tests_that_exist(row: str) -> None:
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_every_test_of_names_stands_in_a_row(module: str) -> None:
+def test_every_test_of_names_is_in_a_row(module: str) -> None:
     in_rows = {test for tests in ROWS.values() for test in tests.get(module, ())}
 
     assert names_in(module) - in_rows == set()

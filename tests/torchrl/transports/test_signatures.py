@@ -121,11 +121,11 @@ def differing(signatures: dict[str, tuple[str, str]]) -> dict[str, tuple[str, st
     return {name: pair for name, pair in signatures.items() if pair[1] and pair[0] != pair[1]}
 
 
-def test_what_differs_is_in_the_reviewed_table(signatures: dict[str, tuple[str, str]]) -> None:
+def test_every_difference_is_in_the_reviewed_table(signatures: dict[str, tuple[str, str]]) -> None:
     assert set(differing(signatures)) - set(ADDED) - set(DIFFERENCES) - set(FORMS) == set()
 
 
-def test_every_call_of_theirs_is_taken() -> None:
+def test_every_call_that_torchrl_accepts_is_accepted() -> None:
     """Our signatures accept every call that TorchRL's accept, with arguments by position or by name."""
     refused = {}
     for name, theirs in classes().items():
@@ -156,11 +156,11 @@ def takes(signature: inspect.Signature, call: Form) -> bool:
     return True
 
 
-def test_what_is_said_to_have_only_keywords_added_has_only_those(signatures: dict[str, tuple[str, str]]) -> None:
+def test_members_listed_as_added_differ_only_by_keywords(signatures: dict[str, tuple[str, str]]) -> None:
     assert {name: signatures[name] for name in ADDED if not only_adds(*signatures[name])} == {}
 
 
-def test_what_differs_otherwise_is_as_it_was_reviewed(signatures: dict[str, tuple[str, str]]) -> None:
+def test_other_differences_equal_the_reviewed_signatures(signatures: dict[str, tuple[str, str]]) -> None:
     found = {name: core(*pair) for name, pair in differing(signatures).items() if name in DIFFERENCES}
 
     assert {name: ours for name, ours in found.items() if DIFFERENCES[name][0] != ours} == {}
@@ -175,7 +175,7 @@ def test_no_entry_of_the_reviewed_table_is_out_of_date(signatures: dict[str, tup
     assert {*ADDED, *DIFFERENCES} - set(differing(signatures)) == set()
 
 
-def test_every_difference_has_its_reason() -> None:
+def test_differences_and_reasons_match() -> None:
     given = {reason for _, reason in DIFFERENCES.values()}
 
     assert given == set(REASONS)
@@ -219,7 +219,7 @@ def parameters(text: str) -> dict[str, str]:
     return found
 
 
-def test_the_method_of_each_of_torchrls_collectors_is_known_by_its_parameters() -> None:
+def test_update_methods_of_torchrls_collectors_are_recognised_as_taking_tensordicts() -> None:
     """The method takes TensorDicts, and TorchRL's fails for a dict (``form_taken``)."""
     _, collectors = torchrl_modules()
     kinds = [getattr(collectors, name) for name in ("Collector", "AsyncCollector", "MultiSyncCollector")]

@@ -26,7 +26,7 @@ def sums(policy: nn.Module) -> tuple[float, float]:
     return policy.weight.sum().item(), policy.bias.sum().item()
 
 
-def played(process: Any, results: Any) -> Any:
+def result_of(process: Any, results: Any) -> Any:
     """The result of a worker process, which must then end without an error."""
     assert results.poll(PATIENCE)
     answer = results.recv()
@@ -77,7 +77,7 @@ def worker_of_the_loop(child_pipe: Any, results: Any) -> None:
 
 @pytest.mark.parametrize("worker", [worker_by_hand, worker_of_the_pipe, worker_of_the_loop])
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_a_multiprocess(forkserver: Any, worker: Any, strategy: str) -> None:
+def test_generation_a_multiprocess_programs_run(forkserver: Any, worker: Any, strategy: str) -> None:
     policy = policy_of(1.0)
     scheme = MultiProcessWeightSyncScheme(strategy=strategy)
     sender = scheme.create_sender()
@@ -89,7 +89,7 @@ def test_a_multiprocess(forkserver: Any, worker: Any, strategy: str) -> None:
     weights = policy.state_dict() if strategy == "state_dict" else TensorDict.from_module(policy)
     sender.update_weights(weights)
 
-    assert played(process, results) == (8.0, 2.0)
+    assert result_of(process, results) == (8.0, 2.0)
     sender.close()
 
 
@@ -106,7 +106,7 @@ def worker_of_transports(child_pipe: Any, results: Any) -> None:
     results.send(sums(policy))
 
 
-def test_a_bare_transports(forkserver: Any) -> None:
+def test_a_generation_a_program_with_bare_transports_runs(forkserver: Any) -> None:
     ours, theirs = forkserver.Pipe()
     results, far = forkserver.Pipe()
     process = forkserver.Process(target=worker_of_transports, args=(theirs, far))
@@ -118,7 +118,7 @@ def test_a_bare_transports(forkserver: Any) -> None:
         transport.wait_ack()
 
     assert transport.check_connection()
-    assert played(process, results) == (24.0, 6.0)
+    assert result_of(process, results) == (24.0, 6.0)
     transport.close()
 
 
@@ -138,7 +138,7 @@ def worker_of_shared_memory(child_pipe: Any, results: Any) -> None:
     results.send(seen)
 
 
-def test_a_shared_memory(forkserver: Any) -> None:
+def test_a_generation_a_shared_memory_program_runs(forkserver: Any) -> None:
     policy = policy_of(0.0)
     scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
     sender = scheme.create_sender()
@@ -154,7 +154,7 @@ def test_a_shared_memory(forkserver: Any) -> None:
             weights["bias"].fill_(fill)
         sender.update_weights(weights)
 
-    assert played(process, results) == [(16.0, 4.0), (24.0, 6.0)]
+    assert result_of(process, results) == [(16.0, 4.0), (24.0, 6.0)]
     sender.close()
 
 
@@ -176,7 +176,7 @@ def worker_of_the_scheme(scheme: Any, worker_idx: int, results: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("scheme_class", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_b_standalone(forkserver: Any, scheme_class: Any, method: str) -> None:
+def test_a_standalone_generation_b_program_runs(forkserver: Any, scheme_class: Any, method: str) -> None:
     context = forkserver if method == "forkserver" else multiprocessing.get_context("fork")
     policy = policy_of(2.0)
     scheme = scheme_class()

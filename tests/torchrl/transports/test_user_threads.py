@@ -12,7 +12,7 @@ from fleet import PATIENCE
 from weightsync import AckTimeoutError, MultiProcessWeightSyncScheme
 
 
-class Own:
+class BlockingTransport:
     """A user's transport whose calls block until `goes_on` is set."""
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Own:
         return True
 
 
-def test_after_close_no_thread_is_left_that_could_let_go_of_tensors_while_the_interpreter_ends() -> None:
-    own = Own()
+def test_close_ends_the_thread_that_calls_a_users_transport() -> None:
+    own = BlockingTransport()
     own.goes_on.set()
     with MultiProcessWeightSyncScheme().create_sender() as sender:
         sender.register_worker(0, own)
@@ -42,8 +42,8 @@ def test_after_close_no_thread_is_left_that_could_let_go_of_tensors_while_the_in
     assert not own.threads[0].is_alive()
 
 
-def test_a_call_that_does_not_return_is_not_waited_for() -> None:
-    own = Own()
+def test_close_does_not_wait_for_a_call_that_does_not_return() -> None:
+    own = BlockingTransport()
     with MultiProcessWeightSyncScheme().create_sender() as sender:
         sender.register_worker(0, own)
         with pytest.raises(AckTimeoutError):
@@ -56,7 +56,7 @@ def test_a_call_that_does_not_return_is_not_waited_for() -> None:
 
 
 def test_a_worker_that_is_added_again_gets_one_call_at_a_time_and_the_newest_version_last() -> None:
-    class Slow(Own):
+    class Slow(BlockingTransport):
         def __init__(self) -> None:
             super().__init__()
             self.brought: list[float] = []
@@ -75,7 +75,7 @@ def test_a_worker_that_is_added_again_gets_one_call_at_a_time_and_the_newest_ver
         sender.register_worker(0, own)
         with pytest.raises(AckTimeoutError):
             sender.send({"weight": torch.full((2,), 3.0)}, timeout=0.1)
-        assert len(own.threads) == 1, "a call was begun beside one that has not returned"
+        assert len(own.threads) == 1, "a second call began before the first returned"
         own.goes_on.set()
         assert sender.wait_async(timeout=PATIENCE).ok
 

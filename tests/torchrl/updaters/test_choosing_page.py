@@ -32,5 +32,5 @@ def test_all_twelve_guarantees_are_reported_with_both_kinds_of_evidence() -> Non
     assert [name for name, with_call in rows if with_call.startswith("**no**")] == ["G2", "G3", "G4", "G6", "G12"]
 
 
-def test_the_demo_runs_over_what_the_page_says() -> None:
+def test_the_page_lists_the_schemes_of_the_demo() -> None:
     assert f"--scheme {'|'.join(scheme.value for scheme in SchemeName)}" in PAGE

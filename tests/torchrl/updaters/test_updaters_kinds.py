@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------------------------------------------- collectors
 
 
-def test_without_a_collector_there_is_none() -> None:
+def test_collector_properties_are_none_without_a_collector() -> None:
     updater = Recorder()
 
     assert updater.collector is None
@@ -50,7 +50,7 @@ def test_a_collector_is_held_weakly() -> None:
     updater.increment_version()
 
 
-def test_an_updater_has_one_collector_while_that_lives() -> None:
+def test_a_second_collector_is_refused_while_the_first_is_alive() -> None:
     updater, first, second = Recorder(), Collector(), Collector()
     updater.register_collector(first)
     updater.register_collector(first)
@@ -66,7 +66,7 @@ def test_an_updater_has_one_collector_while_that_lives() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "collector", 3])
-def test_a_collector_is_an_object_that_can_be_referenced_weakly(value: Any) -> None:
+def test_register_collector_refuses_objects_that_cannot_be_referenced_weakly(value: Any) -> None:
     updater = Recorder()
     with pytest.raises(ConfigurationError, match=r"^register_collector\(\) was given"):
         updater.register_collector(value)
@@ -74,7 +74,7 @@ def test_a_collector_is_an_object_that_can_be_referenced_weakly(value: Any) -> N
     assert updater.collectors is None
 
 
-def test_a_getter_of_weights_is_a_function() -> None:
+def test_a_weight_getter_that_is_not_a_function_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^weight_getter= is of type TensorDict: give a function"):
         VanillaWeightUpdater(policy_weights=weights(0.0), weight_getter=weights(0.0))
     with pytest.raises(ConfigurationError, match=r"^get_server_weights= is of type TensorDict: give a function"):
@@ -82,18 +82,18 @@ def test_a_getter_of_weights_is_a_function() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, [weights(0.0)]])
-def test_vanilla_writes_into_weights(value: Any) -> None:
+def test_vanilla_refuses_policy_weights_that_are_not_weights(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^policy_weights= is of type \w+: give the TensorDict or the dict"):
         VanillaWeightUpdater(policy_weights=value)
 
 
 @pytest.mark.parametrize("value", [None, 3, weights(0.0), [weights(0.0)]])
-def test_buffers_are_given_by_device_or_worker(value: Any) -> None:
+def test_multiprocessed_refuses_policy_weights_that_are_not_a_dict_by_device(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^policy_weights= is of type .*: give a dict that maps each device"):
         MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=value)
 
 
-def test_increment_version_as_a_post_hook() -> None:
+def test_increment_version_works_as_a_post_hook() -> None:
     updater, collector = Recorder(), Collector()
     updater.register_collector(collector)
     updater.register_post_hook(updater.increment_version)
@@ -118,7 +118,7 @@ def test_from_policy_is_none_by_default() -> None:
 
 
 @pytest.mark.parametrize("kind", [VanillaWeightUpdater, MultiProcessedWeightUpdater, RemoteModuleWeightUpdater])
-def test_all_are_weight_updaters(kind: type) -> None:
+def test_all_updaters_are_subclasses_of_weight_updater_base(kind: type) -> None:
     assert issubclass(kind, WeightUpdaterBase)
 
 
@@ -140,7 +140,7 @@ def test_vanilla_copies_in_place() -> None:
     assert updater.policy_weights is live
 
 
-def test_vanilla_gets_weights_where_none_are_given() -> None:
+def test_vanilla_calls_its_getter_if_no_weights_are_given() -> None:
     live = weights(0.0)
     updater = VanillaWeightUpdater(weight_getter=lambda: weights(3.0), policy_weights=live)
 
@@ -150,7 +150,7 @@ def test_vanilla_gets_weights_where_none_are_given() -> None:
 
 
 @pytest.mark.parametrize("getter", [None, lambda: None])
-def test_vanilla_without_any_weights_says_so(getter: Any) -> None:
+def test_vanilla_without_any_weights_raises_and_pushes_nothing(getter: Any) -> None:
     live = weights(0.0)
 
     with pytest.raises(ConfigurationError, match="Nothing was pushed"):
@@ -159,7 +159,7 @@ def test_vanilla_without_any_weights_says_so(getter: Any) -> None:
     assert constant(live) == {0.0}
 
 
-def test_vanilla_from_policy_writes_to_the_policy_its_buffers_and_extra_state() -> None:
+def test_vanilla_from_policy_writes_parameters_buffers_and_extra_state_in_place() -> None:
     class Counting(nn.BatchNorm1d):
         extra = 0
 
@@ -194,7 +194,7 @@ def test_vanilla_from_policy_writes_to_the_policy_its_buffers_and_extra_state() 
     assert updater.policy_weights["0", "weight"] is parameter
 
 
-def test_vanilla_from_policy_takes_a_tensordict_modules_own_names() -> None:
+def test_vanilla_from_policy_accepts_a_tensordict_modules_own_names() -> None:
     live, trained = (TensorDictModule(nn.Linear(2, 1), in_keys=["x"], out_keys=["y"]) for _ in range(2))
     updater = VanillaWeightUpdater.from_policy(live)
 
@@ -230,7 +230,7 @@ def test_multiprocessed_copies_into_each_buffer() -> None:
     assert [report[device].kind for device in buffers] == [OutcomeKind.APPLIED] * 2
 
 
-def test_multiprocessed_copies_into_the_buffer_of_no_device() -> None:
+def test_multiprocessed_copies_into_the_buffer_with_the_key_none() -> None:
     """TorchRL's multi-process collectors use the key None if they were given no device."""
     buffers: Any = {None: weights(0.0)}
 
@@ -240,7 +240,7 @@ def test_multiprocessed_copies_into_the_buffer_of_no_device() -> None:
     assert constant(buffers[None]) == {5.0}
 
 
-def test_multiprocessed_copies_only_into_those_named() -> None:
+def test_multiprocessed_copies_only_into_the_buffers_of_the_named_workers() -> None:
     buffers: Any = {0: weights(0.0), 1: weights(0.0)}
     updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers)
 
@@ -271,7 +271,7 @@ def test_multiprocessed_reaches_another_process_by_shared_memory(forkserver: Any
     seen.close()
 
 
-def test_multiprocessed_refuses_what_does_not_fit_one_buffer_and_serves_the_others() -> None:
+def test_multiprocessed_reports_a_buffer_that_does_not_fit_and_fills_the_others() -> None:
     buffers: Any = {0: TensorDict({"other": torch.zeros(1)}, batch_size=[]), 1: weights(0.0)}
     updater = MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=buffers)
 
@@ -290,7 +290,7 @@ def test_multiprocessed_without_a_getter_needs_weights() -> None:
         updater.push_weights()
 
 
-def test_multiprocessed_says_that_it_may_tear() -> None:
+def test_the_docstring_of_multiprocessed_warns_of_torn_reads() -> None:
     said = MultiProcessedWeightUpdater.__doc__ or ""
 
     assert "two versions" in said
@@ -307,7 +307,7 @@ def test_remote_module_needs_weights() -> None:
         updater.push_weights()
 
 
-def test_remote_module_moves_nothing_and_says_so() -> None:
+def test_remote_module_pushes_nothing_and_reports_skipped() -> None:
     updater = RemoteModuleWeightUpdater()
     ran: list[int] = []
     updater.register_post_hook(lambda: ran.append(1))

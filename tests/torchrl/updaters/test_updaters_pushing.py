@@ -65,7 +65,7 @@ def test_a_push_gets_maps_and_syncs_each_worker_in_order() -> None:
     assert report.nbytes == 12
 
 
-def test_a_call_is_a_push() -> None:
+def test_calling_an_updater_pushes_weights() -> None:
     updater = Recorder([0, 1])
     given = weights(2.0)
 
@@ -75,7 +75,7 @@ def test_a_call_is_a_push() -> None:
     assert updater.log == [("map", given), ("skip?", 1), ("sync", 1, given)]
 
 
-def test_a_call_takes_the_options_of_a_push() -> None:
+def test_calling_an_updater_accepts_the_options_of_push_weights() -> None:
     updater = Recorder([0, 1], worker_0=Pending(), worker_1=raises(KeyError("x")))
 
     assert kinds(updater(timeout=0.01, on_failure="report")) == {0: TIMED_OUT, 1: REFUSED}
@@ -84,7 +84,7 @@ def test_a_call_takes_the_options_of_a_push() -> None:
         updater(worker_ids=0, timeout=0.01)
 
 
-def test_without_ids_one_call_serves_all() -> None:
+def test_without_worker_ids_one_call_serves_all_workers() -> None:
     updater = Recorder(None)
 
     report = updater.push_weights()
@@ -94,7 +94,7 @@ def test_without_ids_one_call_serves_all() -> None:
     assert not any(entry[0] == "skip?" for entry in updater.log)
 
 
-def test_a_module_is_extracted_and_a_dict_taken_as_it_is() -> None:
+def test_a_modules_weights_are_extracted_and_a_dict_is_passed_unchanged() -> None:
     updater = Recorder([0])
     flat = {"layer.weight": torch.ones(2)}
 
@@ -108,7 +108,7 @@ def test_a_module_is_extracted_and_a_dict_taken_as_it_is() -> None:
     assert as_it_is is flat
 
 
-def test_what_the_getter_gives_is_the_subclasss_own_affair() -> None:
+def test_the_result_of_an_overridden_getter_is_not_checked() -> None:
     class Own(Recorder):
         def _get_server_weights(self) -> Any:
             time.sleep(0.01)
@@ -159,7 +159,7 @@ def test_worker_ids_are_ints_or_devices_one_or_a_list(known: Any, given: Any, ca
 
 
 @pytest.mark.parametrize("given", ["meta", META])
-def test_a_device_may_be_an_id_by_its_name(given: Any) -> None:
+def test_a_device_matches_a_worker_id_by_its_name(given: Any) -> None:
     updater = Recorder(["cpu", "meta"])
 
     assert kinds(updater.push_weights(worker_ids=given)) == {"meta": APPLIED}
@@ -167,7 +167,7 @@ def test_a_device_may_be_an_id_by_its_name(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [[], 3, [0, 3], CPU, "cuda:0", "nonsense", 1.5, True, [False], None.__class__])
-def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
+def test_empty_or_unknown_worker_ids_are_a_value_error(given: Any) -> None:
     updater = Recorder([0, 1])
 
     with pytest.raises(ValueError, match="Nothing was pushed"):
@@ -178,7 +178,7 @@ def test_no_workers_or_unknown_ones_are_a_value_error(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [None, [0], 0])
 @pytest.mark.parametrize("ids", [2, "01"])
-def test_workers_ids_that_are_no_list_are_named_with_the_method_that_returned_them(ids: Any, given: Any) -> None:
+def test_all_worker_ids_that_returns_no_list_is_named_in_the_error(ids: Any, given: Any) -> None:
     updater = Recorder()
     updater.all_worker_ids = lambda: ids  # type: ignore[method-assign]
 
@@ -198,7 +198,7 @@ def test_an_updater_of_no_workers_has_an_empty_report() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_worker_that_could_not_be_added_leaves_later_pushes_as_they_are(
+def test_later_pushes_work_after_a_worker_could_not_be_added(
     interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updater = Recorder()
@@ -249,7 +249,7 @@ def test_all_skipped_is_a_normal_return() -> None:
 # ------------------------------------------------------------------------------------------------------ failures
 
 
-def test_a_worker_that_fails_is_reported_after_everybody_else_was_served() -> None:
+def test_a_worker_that_fails_is_reported_after_all_others_were_served() -> None:
     updater = Recorder([0, 1, 2], worker_1=raises(ZeroDivisionError("by zero")))
 
     with pytest.raises(RefusedError, match="worker 1") as failure:
@@ -271,7 +271,7 @@ def test_a_worker_that_fails_is_reported_after_everybody_else_was_served() -> No
         (TransportError("the link failed"), "the link failed"),
     ],
 )
-def test_a_worker_that_is_gone_is_lost(error: Exception, message: str) -> None:
+def test_a_worker_whose_call_raises_a_connection_error_is_lost(error: Exception, message: str) -> None:
     updater = Recorder([0, 1, 2], worker_0=raises(error))
 
     with pytest.raises(WorkerLostError) as failure:
@@ -292,7 +292,7 @@ def test_a_lost_worker_is_called_again_by_the_next_push() -> None:
     assert kinds(updater.push_weights()) == {0: APPLIED, 1: APPLIED}
 
 
-def test_all_workers_lost_is_reported_with_a_report_each_time() -> None:
+def test_each_push_to_only_lost_workers_raises_with_a_report() -> None:
     updater = Recorder([CPU], worker_cpu=raises(ConnectionError("gone")))
 
     for _ in range(2):
@@ -312,7 +312,7 @@ def test_failures_of_several_kinds_are_a_sync_error() -> None:
     assert kinds(failure.value.report) == {0: LOST, 1: REFUSED}
 
 
-def test_a_report_can_be_asked_for_instead() -> None:
+def test_on_failure_report_returns_the_report_instead_of_raising() -> None:
     updater = Recorder([0, 1], worker_0=raises(KeyError("x")))
 
     report = updater.push_weights(on_failure="report")
@@ -321,7 +321,7 @@ def test_a_report_can_be_asked_for_instead() -> None:
     assert not report.ok
 
 
-def test_a_getter_that_raises_calls_nobody() -> None:
+def test_if_the_getter_raises_no_worker_is_called() -> None:
     class Broken(Recorder):
         def _get_server_weights(self) -> Any:
             raise LookupError("no weights")
@@ -338,7 +338,7 @@ def test_a_getter_that_raises_calls_nobody() -> None:
 # ----------------------------------------------------------------------------------------- calls that take longer
 
 
-def ended(future: Future[None], error: Exception | None = None) -> None:
+def resolve(future: Future[None], error: Exception | None = None) -> None:
     if error is None:
         future.set_result(None)
     else:
@@ -352,8 +352,8 @@ def test_futures_are_waited_for_together() -> None:
 
     def end() -> None:
         both_begun.wait(30)
-        ended(second.futures[0], ValueError("no"))
-        ended(first.futures[0])
+        resolve(second.futures[0], ValueError("no"))
+        resolve(first.futures[0])
 
     def begun() -> None:
         both_begun.set()
@@ -390,25 +390,25 @@ def test_a_call_that_does_not_end_is_an_ack_timeout() -> None:
     assert updater.state is State.PENDING_ASYNC
 
 
-def test_the_default_timeout_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.05")
 
     with pytest.raises(TimeoutError):
         Recorder([0], worker_0=Pending()).push_weights()
 
 
-def test_after_a_timeout_the_next_push_gives_up_the_one_before_and_late_ends_count_for_nothing() -> None:
+def test_a_push_after_a_timeout_abandons_the_earlier_push_and_ignores_its_late_result() -> None:
     pending = Pending()
     updater = Recorder([0], worker_0=pending)
     with pytest.raises(AckTimeoutError):
         updater.push_weights(timeout=0.05)
 
-    updater.does["worker_0"] = lambda: (ended(pending.futures[0]), pending())[1]
+    updater.does["worker_0"] = lambda: (resolve(pending.futures[0]), pending())[1]
     with pytest.raises(AckTimeoutError) as failure:
         updater.push_weights(timeout=0.05)
 
     assert failure.value.report.version == 2
-    ended(pending.futures[1])
+    resolve(pending.futures[1])
     updater.does.clear()
     assert updater.push_weights().version == 3
 
@@ -420,14 +420,14 @@ def test_g11_a_call_that_fails_after_its_push_timed_out_is_logged_by_the_next_pu
     updater = Recorder([0, 1], worker_1=pending)
     with pytest.raises(AckTimeoutError):
         updater.push_weights(timeout=0.05)
-    ended(pending.futures[0], ValueError("no room for them"))
+    resolve(pending.futures[0], ValueError("no room for them"))
     updater.does.clear()
 
     assert updater.push_weights().ok
     assert [record.levelname for record in caplog.records if "no room for them" in record.message] == ["WARNING"]
 
 
-def test_a_worker_that_answers_nothing_costs_two_calls_and_gets_the_newest_once_it_answers() -> None:
+def test_an_unresponsive_worker_gets_at_most_two_calls_and_later_the_newest_weights() -> None:
     pending = Pending()
     updater = Recorder([0], worker_0=pending)
     for fill in (1.0, 2.0, 3.0):
@@ -436,7 +436,7 @@ def test_a_worker_that_answers_nothing_costs_two_calls_and_gets_the_newest_once_
     assert len(pending.futures) == 2
 
     updater.does.clear()
-    timer = threading.Timer(0.1, lambda: [ended(future) for future in pending.futures])
+    timer = threading.Timer(0.1, lambda: [resolve(future) for future in pending.futures])
     timer.start()
     report = updater.push_weights(weights(4.0), timeout=30)
     timer.join()
@@ -445,7 +445,7 @@ def test_a_worker_that_answers_nothing_costs_two_calls_and_gets_the_newest_once_
     assert [constant(entry[2]) for entry in updater.log if entry[0] == "sync"] == [{1.0}, {2.0}, {4.0}]
 
 
-def test_an_interrupted_wait_is_waited_for_first_by_the_next_push(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_push_first_waits_for_a_push_whose_wait_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = Pending()
     updater = Recorder([0], worker_0=pending)
     sender = updater._pushes._sender
@@ -459,7 +459,7 @@ def test_an_interrupted_wait_is_waited_for_first_by_the_next_push(monkeypatch: p
         updater.push_weights()
     monkeypatch.setattr(sender, "wait_async", honest)
 
-    ended(pending.futures[0], ValueError("the first push's"))
+    resolve(pending.futures[0], ValueError("the first push's"))
     with pytest.raises(RefusedError, match="the first push's"):
         updater.push_weights()
 
@@ -468,7 +468,7 @@ def test_an_interrupted_wait_is_waited_for_first_by_the_next_push(monkeypatch: p
     assert updater.push_weights().ok
 
 
-def test_a_push_whose_former_never_ends_waits_for_that_up_to_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_an_interrupted_push_ends_at_the_next_pushs_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = Pending()
     updater = Recorder([0], worker_0=pending)
     with monkeypatch.context() as patch:
@@ -479,12 +479,12 @@ def test_a_push_whose_former_never_ends_waits_for_that_up_to_its_own_timeout(mon
     with pytest.raises(AckTimeoutError):
         updater.push_weights(timeout=0.01)
     assert len(pending.futures) == 1
-    ended(pending.futures[0])
+    resolve(pending.futures[0])
     updater.does.clear()
     assert updater.push_weights().ok
 
 
-def test_an_interrupted_call_keeps_no_other_from_being_made() -> None:
+def test_an_interrupted_call_does_not_stop_the_calls_to_other_workers() -> None:
     updater = Recorder([0, 1, 2], worker_1=raises(KeyboardInterrupt()))
 
     with pytest.raises(KeyboardInterrupt):
@@ -509,7 +509,7 @@ def test_a_second_thread_that_pushes_while_the_first_waits_gets_a_state_error() 
 
     with pytest.raises(StateError, match="One push at a time"):
         updater.push_weights()
-    ended(pending.futures[0])
+    resolve(pending.futures[0])
     thread.join()
 
     assert len(pending.futures) == 1
@@ -558,7 +558,7 @@ def test_no_post_hook_runs_after_a_push_that_raised() -> None:
     assert updater.log[-1] == "hook"
 
 
-def test_what_a_post_hook_raises_is_raised_and_the_weights_are_pushed() -> None:
+def test_an_error_of_a_post_hook_is_raised_after_the_weights_were_pushed() -> None:
     updater = Recorder([0])
     updater.register_post_hook(raises(LookupError("hook")))
     updater.register_post_hook(lambda: updater.log.append("behind it"))
@@ -605,7 +605,7 @@ class Sleeper:
 
 
 @pytest.mark.parametrize("hook", [3, sleeper, Sleeper()])
-def test_a_hook_that_cannot_be_called_is_refused(hook: Any) -> None:
+def test_post_hooks_that_are_async_or_not_callable_are_refused(hook: Any) -> None:
     updater = Recorder([0])
     with pytest.raises(ConfigurationError, match="a post-hook is a plain function without arguments, not "):
         updater.register_post_hook(hook)
@@ -616,7 +616,7 @@ def test_a_hook_that_cannot_be_called_is_refused(hook: Any) -> None:
 # ------------------------------------------------------------------------------------------------ copies and forks
 
 
-class Still(WeightUpdaterBase):
+class NoCallsUpdater(WeightUpdaterBase):
     """An updater that makes no calls."""
 
     def __init__(self, name: str) -> None:
@@ -631,8 +631,8 @@ def hook() -> None:
 
 
 @pytest.mark.parametrize("copied", [lambda u: pickle.loads(pickle.dumps(u)), copy.copy, copy.deepcopy])
-def test_a_copy_has_configuration_and_hooks_but_no_push(copied: Any) -> None:
-    updater = Still("mine")
+def test_a_copy_keeps_configuration_and_hooks_but_no_push_state(copied: Any) -> None:
+    updater = NoCallsUpdater("mine")
     updater.register_post_hook(hook)
     updater.register_collector(updater)
     updater.push_weights({})
@@ -649,7 +649,7 @@ def test_a_copy_has_configuration_and_hooks_but_no_push(copied: Any) -> None:
     assert made._pushes is not updater._pushes
 
 
-def test_a_forked_child_may_push_whatever_its_parent_was_doing() -> None:
+def test_a_forked_child_can_push_while_its_parent_is_pushing() -> None:
     updater = Recorder([0])
 
     def child() -> None:
@@ -671,10 +671,10 @@ def test_a_forked_child_may_push_whatever_its_parent_was_doing() -> None:
     assert [process.exitcode for process in processes] == [0]
 
 
-def test_an_updater_needs_only_the_worker_call_to_be_overridden() -> None:
+def test_only_sync_weights_with_worker_must_be_overridden() -> None:
     with pytest.raises(TypeError, match="_sync_weights_with_worker"):
         WeightUpdaterBase()  # type: ignore[abstract]
 
-    assert Still("x").push_weights({}).outcomes == {
+    assert NoCallsUpdater("x").push_weights({}).outcomes == {
         0: Outcome(kind=APPLIED, evidence=Evidence.CALL, apply_s=pytest.approx(0.0, abs=5.0))  # type: ignore[arg-type]
     }

@@ -102,7 +102,7 @@ def until(met: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_every_collector_gets_the_weights_by_one_put(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_collectors_get_the_weights_through_one_ray_put(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray  # noqa: PLC0415
 
     puts: list[Any] = []
@@ -120,7 +120,7 @@ def test_every_collector_gets_the_weights_by_one_put(pool: list[Any], monkeypatc
     assert report.nbytes == 12
 
 
-def test_what_is_registered_is_pushed_as_it_is_at_that_time(pool: list[Any]) -> None:
+def test_each_push_sends_the_current_values_of_the_registered_weights(pool: list[Any]) -> None:
     registered = weights(1.0)
     updater = RayWeightUpdater(registered, pool)
     updater.push_weights()
@@ -164,7 +164,7 @@ def test_a_copy_on_another_node_calls_the_actors_from_there(pool: list[Any], mon
 # ------------------------------------------------------------------------------------------------------ intervals
 
 
-def test_max_interval_pushes_are_skipped_between_two_and_never_the_first(pool: list[Any]) -> None:
+def test_max_interval_pushes_are_skipped_between_two_calls_and_never_the_first(pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool, max_interval=2)
 
     outcomes = [kinds(updater.push_weights())[0] for _ in range(7)]
@@ -172,7 +172,7 @@ def test_max_interval_pushes_are_skipped_between_two_and_never_the_first(pool: l
     assert outcomes == [APPLIED, SKIPPED, SKIPPED, APPLIED, SKIPPED, SKIPPED, APPLIED]
 
 
-def test_the_interval_holds_for_named_workers_too_each_with_its_own(pool: list[Any]) -> None:
+def test_each_worker_has_its_own_interval_even_if_named_in_the_push(pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool, max_interval=1)
 
     assert kinds(updater.push_weights(worker_ids=[0])) == [APPLIED]
@@ -194,12 +194,12 @@ def test_an_actor_that_replaces_another_is_not_skipped(pool: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "2", 1.5, float("nan")])
-def test_an_interval_is_a_whole_number(given: Any, pool: list[Any]) -> None:
+def test_an_interval_that_is_no_whole_number_is_refused(given: Any, pool: list[Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"max_interval=.*whole number"):
         RayWeightUpdater(weights(), pool, max_interval=given)
 
 
-def test_a_negative_interval_is_none(pool: list[Any]) -> None:
+def test_a_negative_interval_counts_as_zero(pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool, max_interval=-3)
 
     assert updater.max_interval == 0
@@ -250,17 +250,17 @@ def test_a_collector_whose_exception_cannot_be_unpickled_is_refused_and_not_lost
         ([RemoteCollector], r"worker 0 is the class RemoteCollector, .*remote\("),
     ],
 )
-def test_what_is_no_collector_is_refused_when_it_is_given(given: Any, said: str) -> None:
+def test_the_constructor_refuses_objects_that_are_not_collector_actors(given: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         RayWeightUpdater(weights(), given)
 
 
-def test_an_updater_without_weights_says_which_argument_it_has_not() -> None:
+def test_an_updater_without_weights_names_the_missing_argument() -> None:
     with pytest.raises(ConfigurationError, match="RayWeightUpdater has none to send: it has no policy_weights="):
         RayWeightUpdater(None, [])._get_server_weights()  # type: ignore[arg-type]
 
 
-def test_a_wrong_collector_that_comes_later_is_refused_and_the_others_are_served(pool: list[Any]) -> None:
+def test_a_wrong_collector_set_later_is_reported_and_the_others_are_served(pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(12.0), [*pool[:1]])
     updater.remote_collectors = [object(), pool[0]]
 
@@ -287,7 +287,7 @@ def test_a_collector_that_hangs_ends_in_a_timeout_and_the_others_are_served(pool
     assert seen(pool) == [14.0, 14.0]
 
 
-def test_an_actor_that_replaces_one_that_hangs_does_not_wait_for_it(pool: list[Any]) -> None:
+def test_an_actor_that_replaces_a_hung_one_is_pushed_to_without_waiting_for_it(pool: list[Any]) -> None:
     behave(pool[0], "hang")
     updater = RayWeightUpdater(weights(20.0), pool[:1])
     with pytest.raises(AckTimeoutError):
@@ -318,7 +318,7 @@ def test_a_collector_that_was_removed_is_not_kept_alive(pool: list[Any]) -> None
     until(forgotten)  # a thread of Ray may still be dropping its reference
 
 
-def test_weights_that_the_object_store_does_not_take_reach_nobody(
+def test_weights_that_the_object_store_rejects_reach_no_worker(
     pool: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray  # noqa: PLC0415
@@ -374,7 +374,7 @@ def test_a_method_without_a_parameter_is_not_called(cluster: Any) -> None:
     ray.kill(actor)
 
 
-def test_the_default_timeout_is_finite_and_the_environments(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_timeout_comes_from_the_environment(pool: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     behave(pool[0], "hang")
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.2")
 
@@ -396,7 +396,7 @@ def test_a_second_thread_may_not_push_while_the_first_waits(pool: list[Any]) -> 
     thread.join()
 
 
-def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_another_takes_its_place(
+def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_it_is_replaced(
     pool: list[Any], all_collectors: list[Any]
 ) -> None:
     victim = all_collectors[2]
@@ -424,7 +424,7 @@ def test_an_actor_killed_in_the_middle_of_a_push_is_lost_until_another_takes_its
     assert seen(pool) == [17.0, 17.0]
 
 
-def test_collectors_and_hooks_are_the_bases(pool: list[Any]) -> None:
+def test_collectors_and_post_hooks_work_as_in_the_base_class(pool: list[Any]) -> None:
     updater, collector = RayWeightUpdater(weights(), pool), Collector()
     updater.register_collector(collector)
     updater.register_post_hook(updater.increment_version)
@@ -440,7 +440,7 @@ def test_without_collectors_nothing_is_sent() -> None:
     assert (dict(report.outcomes), report.version, report.ok) == ({}, None, True)
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_constructor_raises_missing_extra_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
 
     with pytest.raises(ImportError, match="RayWeightUpdater") as failure:
@@ -450,7 +450,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert failure.value.extra == "ray"
 
 
-def test_outside_a_ray_session_everybody_is_lost(monkeypatch: pytest.MonkeyPatch, pool: list[Any]) -> None:
+def test_outside_a_ray_session_all_workers_are_lost(monkeypatch: pytest.MonkeyPatch, pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool)
     monkeypatch.setattr(session, "_current", lambda ray: None)
 

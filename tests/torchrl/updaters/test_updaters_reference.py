@@ -54,7 +54,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_constructors_are_the_references(name: str, torchrl: Any) -> None:
+def test_constructors_equal_torchrls(name: str, torchrl: Any) -> None:
     theirs = getattr(torchrl, name)
     if "__init__" not in vars(theirs):
         assert name == "WeightUpdaterBase"
@@ -65,7 +65,7 @@ def test_constructors_are_the_references(name: str, torchrl: Any) -> None:
 
 @pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_methods_are_the_references_and_what_is_more_is_by_keyword(name: str, member: str, torchrl: Any) -> None:
+def test_methods_equal_torchrls_except_for_added_keywords(name: str, member: str, torchrl: Any) -> None:
     theirs = parameters(getattr(getattr(torchrl, name), member))
     ours = parameters(getattr(getattr(weightsync, name), member))
 
@@ -77,18 +77,18 @@ def test_methods_are_the_references_and_what_is_more_is_by_keyword(name: str, me
 
 
 @pytest.mark.parametrize("member", PROPERTIES)
-def test_properties_are_the_references(member: str, torchrl: Any) -> None:
+def test_properties_exist_as_in_torchrl(member: str, torchrl: Any) -> None:
     assert isinstance(vars(torchrl.WeightUpdaterBase)[member], property)
     assert isinstance(vars(weightsync.WeightUpdaterBase)[member], property)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_must_be_overridden_is_the_references(name: str, torchrl: Any) -> None:
+def test_abstract_methods_equal_torchrls(name: str, torchrl: Any) -> None:
     assert getattr(weightsync, name).__abstractmethods__ == getattr(torchrl, name).__abstractmethods__
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_collector_of_torchrls_pushes_through_ours(torchrl: Any) -> None:
+def test_a_torchrl_collector_pushes_through_a_weightsync_updater(torchrl: Any) -> None:
     envs, modules = importlib.import_module("torchrl.envs"), importlib.import_module("tensordict.nn")
 
     def policy() -> Any:

@@ -37,7 +37,7 @@ class Mapping(WeightUpdaterBase):
         self.synced = server_weights
 
 
-class Whole(WeightUpdaterBase):
+class PushesItself(WeightUpdaterBase):
     """An updater that makes all calls of a push itself."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Whole(WeightUpdaterBase):
         raise AssertionError
 
 
-class Outright(WeightUpdaterBase):
+class OverridesPush(WeightUpdaterBase):
     """An updater that overrides the push with TorchRL's signature."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Outright(WeightUpdaterBase):
         raise AssertionError
 
 
-def test_the_mapping_gets_a_module_as_it_is() -> None:
+def test_the_mapping_gets_the_module_itself() -> None:
     updater, policy = Mapping(), Wrapper()
     updater.push_weights(policy)
 
@@ -74,7 +74,7 @@ def test_the_mapping_gets_a_module_as_it_is() -> None:
     assert sorted(updater.synced.keys()) == ["bias", "weight"]
 
 
-class InHalf(Mapping):
+class HalfPrecision(Mapping):
     """An updater that converts the weights that its base extracts, as subclasses of TorchRL's class do."""
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
@@ -83,7 +83,7 @@ class InHalf(Mapping):
 
 def test_a_mapping_that_calls_its_base_gets_the_modules_weights_and_not_the_module() -> None:
     """The mapping used to get the module, and converted the trainer's own policy."""
-    updater, policy = InHalf(), nn.Linear(1, 1)
+    updater, policy = HalfPrecision(), nn.Linear(1, 1)
     updater.push_weights(policy)
 
     assert {tensor.dtype for tensor in updater.synced.values()} == {torch.float16}
@@ -107,7 +107,7 @@ def test_the_mapping_may_take_other_types_than_weights() -> None:
 
 
 def test_a_subclass_may_make_all_calls_of_a_push_itself() -> None:
-    updater, hooked = Whole(), list[str]()
+    updater, hooked = PushesItself(), list[str]()
     updater.register_post_hook(lambda: hooked.append("hook"))
 
     report = updater({}, worker_ids=[0, 3])
@@ -121,7 +121,7 @@ def test_a_subclass_may_make_all_calls_of_a_push_itself() -> None:
 
 
 def test_a_subclass_may_override_the_push_and_call_the_hooks() -> None:
-    updater, hooked = Outright(), list[str]()
+    updater, hooked = OverridesPush(), list[str]()
     updater.register_post_hook(lambda: hooked.append("hook"))
 
     updater(policy_or_weights={}, worker_ids=3)
@@ -137,7 +137,7 @@ class Asynchronous(WeightUpdaterBase):
         raise AssertionError
 
 
-class WhollyAsynchronous(Whole):
+class WhollyAsynchronous(PushesItself):
     """An updater whose whole push is async."""
 
     async def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:  # type: ignore[override]
@@ -145,7 +145,7 @@ class WhollyAsynchronous(Whole):
 
 
 @pytest.mark.parametrize("updater", [Asynchronous, WhollyAsynchronous])
-def test_g11_an_async_call_that_never_ran_is_refused(updater: type[WeightUpdaterBase]) -> None:
+def test_g11_an_async_call_that_is_never_awaited_is_refused(updater: type[WeightUpdaterBase]) -> None:
     with pytest.raises(RefusedError, match="its method is async, and nothing here awaits it") as raised:
         updater().push_weights({"weight": torch.ones(1)})
 

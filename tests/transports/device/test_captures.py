@@ -20,7 +20,7 @@ from weightsync.weights.device.captures import Captures
 PATIENCE = 30.0
 
 
-def test_memory_that_goes_while_another_thread_captures_is_released_at_the_end_of_that(
+def test_memory_dropped_while_another_thread_captures_is_released_when_the_capture_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Graph(Capturing):
@@ -54,7 +54,7 @@ class Inspected(Capturing):
 
 
 @pytest.mark.parametrize("end", ["capture_end", "capture_end_pre"])
-def test_a_capture_ends_by_whichever_method_torch_has_for_it_and_ends_no_other(end: str) -> None:
+def test_a_capture_ends_by_either_of_torchs_methods_and_ends_no_other_capture(end: str) -> None:
     kind = type("Graph", (Inspected,), {})
     captures, one, other = Captures(kind), kind(), kind()
     captures.know()
@@ -66,8 +66,8 @@ def test_a_capture_ends_by_whichever_method_torch_has_for_it_and_ends_no_other(e
     assert not captures.under_way
 
 
-def test_the_search_for_graphs_disturbs_no_thread_that_makes_a_tuple_of_an_iterator() -> None:
-    class Asked(type):
+def test_the_search_for_graphs_does_not_disturb_a_thread_that_builds_a_tuple() -> None:
+    class WaitingMetaclass(type):
         """A metaclass of graphs whose first subclass check waits until the other thread has finished its tuple."""
 
         def __subclasscheck__(cls, other: type) -> bool:
@@ -82,7 +82,7 @@ def test_the_search_for_graphs_disturbs_no_thread_that_makes_a_tuple_of_an_itera
         go_on.wait(PATIENCE)
 
     begun, go_on = threading.Event(), threading.Event()
-    graph_class = Asked("Graph", (Capturing,), {"capture_begin": None})
+    graph_class = WaitingMetaclass("Graph", (Capturing,), {"capture_begin": None})
     with ThreadPoolExecutor(1) as other:
         made = other.submit(lambda: tuple(numbers()))
         assert begun.wait(PATIENCE)
@@ -97,7 +97,7 @@ class Plain(Capturing):
         """Do nothing."""
 
 
-def test_a_thread_that_waited_in_vain_for_a_capture_takes_it_for_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_outlasts_another_threads_wait_counts_as_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.05)
     kind = type("Graph", (Plain,), {})
     captures, graph = Captures(kind), kind()
@@ -107,7 +107,7 @@ def test_a_thread_that_waited_in_vain_for_a_capture_takes_it_for_given_up(monkey
         assert not captures.under_way
 
 
-def test_a_capture_waits_for_another_thread_that_is_apart_and_not_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_waits_for_another_thread_inside_apart_but_not_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", PATIENCE)
     kind = type("Graph", (Plain,), {})
     captures, own, other = Captures(kind), kind(), kind()

@@ -44,7 +44,7 @@ def test_tensors_of_one_dtype_are_copied_in_one_group() -> None:
     assert all(map(torch.equal, into, tensors))
 
 
-def test_one_odd_tensor_does_not_make_all_others_slow() -> None:
+def test_tensors_that_need_copies_of_their_own_leave_the_others_in_one_group() -> None:
     tensors = [torch.rand(3), torch.tensor(7), torch.rand(4, 3).t(), torch.rand(5)]
     into = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     groups = groups_of(into, tensors)
@@ -55,7 +55,7 @@ def test_one_odd_tensor_does_not_make_all_others_slow() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", sorted(str(dtype).removeprefix("torch.") for dtype in BITS))
-def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
+def test_dtypes_that_torch_would_convert_are_copied_bitwise(name: str) -> None:
     dtype = getattr(torch, name)
     every = torch.arange(256, dtype=torch.uint8).repeat(2).view(dtype)  # signalling NaNs among them
     (group,) = groups_of([torch.zeros_like(every)], [every])
@@ -70,7 +70,7 @@ def test_what_torch_would_convert_is_copied_as_bits(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("names", [["bfloat16"], sorted(str(dtype).removeprefix("torch.") for dtype in BITS)])
-def test_views_of_a_slot_are_made_once_for_all_copies_into_it_and_out_of_it(names: list[str]) -> None:
+def test_bit_views_of_a_slot_are_made_once_for_copies_into_and_out_of_it(names: list[str]) -> None:
     every = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs among them
     tensors = [torch.arange(3.0), *(every.clone().view(getattr(torch, name)) for name in names)]
     slot = SlotViews(torch.zeros_like(each.view(torch.uint8)).view(each.dtype) for each in tensors)
@@ -89,7 +89,7 @@ def test_views_of_a_slot_are_made_once_for_all_copies_into_it_and_out_of_it(name
     ("dtype", "view"),
     [(torch.float16, torch._neg_view), (torch.bfloat16, torch._neg_view), (torch.complex32, torch.conj)],
 )
-def test_what_is_lazily_changed_is_copied_as_what_it_is(dtype: torch.dtype, view: Any) -> None:
+def test_lazily_negated_and_conjugated_tensors_are_copied_by_value(dtype: torch.dtype, view: Any) -> None:
     plain = torch.complex(torch.arange(4.0), torch.ones(4)).to(dtype) if dtype.is_complex else torch.ones(4).to(dtype)
     into = torch.zeros(4, dtype=dtype)
     copied([into], [view(plain)])
@@ -97,7 +97,7 @@ def test_what_is_lazily_changed_is_copied_as_what_it_is(dtype: torch.dtype, view
 
 
 @pytest.mark.parametrize("kind", [list, SlotViews])
-def test_a_cast_is_a_cast(kind: Any) -> None:
+def test_a_copy_to_another_dtype_casts_the_values(kind: Any) -> None:
     into = torch.zeros(2, dtype=torch.bfloat16)
     assert copied(kind([into]), [torch.tensor([1.5, -2.0])]) == 1
     assert into.tolist() == [1.5, -2.0]
@@ -132,7 +132,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def test_whole_pages_are_pinned_and_released_before_they_are_unmapped() -> None:
+def test_whole_pages_are_pinned_and_unpinned_when_they_are_dropped() -> None:
     driver: Any = Driver()
     view = memoryview(bytearray(5000))
     pinned = CudaDevice(driver, 0).register(view, read_only=True)
@@ -141,7 +141,9 @@ def test_whole_pages_are_pinned_and_released_before_they_are_unmapped() -> None:
     assert driver.calls == ["pin 8192 True", "unpin"]
 
 
-def test_memory_that_goes_while_a_graph_is_captured_is_released_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_dropped_while_a_graph_is_captured_is_released_after_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver: Any = Driver()
     monkeypatch.setattr(cuda, "_unreleased", deque())
     pinned = CudaDevice(driver, 0).register(memoryview(bytearray(10)), read_only=False)
@@ -163,7 +165,7 @@ def test_a_forked_child_releases_nothing_of_its_parents(monkeypatch: pytest.Monk
     assert driver.calls == ["pin 4096 False"]
 
 
-def test_memory_that_cannot_be_pinned_is_named_once_and_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_pinned_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     driver: Any = Driver(fails=True)
     device = CudaDevice(driver, 0)
     for _ in range(2):
@@ -171,7 +173,7 @@ def test_memory_that_cannot_be_pinned_is_named_once_and_used_as_it_is(caplog: py
     assert caplog.text.count("shared memory cannot be pinned: it cannot") == 1
 
 
-def test_memory_that_cannot_be_written_is_not_pinned_for_a_device_that_would_write(
+def test_read_only_memory_is_not_pinned_for_a_device_that_cannot_pin_it_read_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver: Any = Driver(read_only=False)
@@ -180,13 +182,13 @@ def test_memory_that_cannot_be_written_is_not_pinned_for_a_device_that_would_wri
     assert CudaDevice(driver, 0).register(memoryview(bytearray(10)), read_only=False) is not None
 
 
-class Lane:
+class FakeStream:
     """A fake stream that records which stream waits for which, and whose copies end at once."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def wait_stream(self, other: Lane) -> None:
+    def wait_stream(self, other: FakeStream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: Event) -> None:
@@ -211,7 +213,7 @@ class Event:
 def device(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, list[str]]:
     """A fake device in host memory with staging areas of 16 bytes, and the log of the waits on it."""
     log: list[str] = []
-    made, here, beside = CudaDevice(cast(Any, Driver()), 0), Lane("here", log), Lane("beside", log)
+    made, here, beside = CudaDevice(cast(Any, Driver()), 0), FakeStream("here", log), FakeStream("beside", log)
     monkeypatch.setattr(cuda, "STAGING_NBYTES", 16)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -234,7 +236,7 @@ def pieces_of(host: Tensor, tensors: list[Tensor]) -> Iterator[Piece]:
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
+def test_pieces_of_every_size_arrive_from_pinned_and_unpinned_memory(
     device: tuple[CudaDevice, list[str]], pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda_device, log = device
@@ -250,7 +252,7 @@ def test_pieces_of_every_size_arrive_from_memory_that_is_pinned_or_not(
     assert log[-2:] == ["the host waits for here", "the host waits for beside"]
 
 
-def test_weights_cross_one_by_one_where_there_is_no_memory_to_gather_them_in(
+def test_weights_are_copied_one_by_one_if_there_is_no_memory_for_staging(
     device: tuple[CudaDevice, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, empty = device[0], torch.empty
@@ -277,7 +279,7 @@ def test_weights_cross_one_by_one_where_there_is_no_memory_to_gather_them_in(
 
 
 @pytest.mark.parametrize("chosen", [range(6), [0, 2, 3, 5]], ids=["all", "without those that are tied"])
-def test_what_crosses_the_host_again_and_again_is_grouped_and_viewed_once(
+def test_repeated_copies_through_the_host_group_and_view_tensors_only_once(
     device: tuple[CudaDevice, list[str]], chosen: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, planned, sent, form = device[0], [], Captures(object), Captures(object)
@@ -303,7 +305,7 @@ def test_what_crosses_the_host_again_and_again_is_grouped_and_viewed_once(
 @pytest.mark.parametrize(
     "error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA-capable device(s) is/are busy")]
 )
-def test_a_slot_on_a_gpu_that_this_process_may_not_use_is_refused_as_one_without_room(
+def test_a_slot_on_a_gpu_that_this_process_cannot_use_raises_no_room(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(ordinal: int) -> None:
@@ -334,7 +336,7 @@ class Capturing:
         """Do nothing."""
 
 
-def test_who_watches_is_told_before_each_capture() -> None:
+def test_watchers_are_told_before_each_capture() -> None:
     class Graph(Capturing):
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> str:
             watcher.calls.append(f"begin {pool} {capture_error_mode}")
@@ -348,7 +350,7 @@ def test_who_watches_is_told_before_each_capture() -> None:
     assert watcher.calls == ["keep", "begin 3 relaxed"]
 
 
-def test_a_graph_that_was_captured_before_is_found() -> None:
+def test_a_graph_captured_before_the_watch_is_found() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
             """Do nothing."""
@@ -358,7 +360,7 @@ def test_a_graph_that_was_captured_before_is_found() -> None:
     del graph
 
 
-def test_g3_a_graph_is_found_among_frozen_objects_too_which_stay_frozen() -> None:
+def test_g3_a_graph_is_found_among_frozen_objects_which_stay_frozen() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
             """Do nothing."""
@@ -393,7 +395,7 @@ def test_the_search_among_frozen_objects_freezes_no_garbage() -> None:
             gc.freeze()
 
 
-def test_the_search_for_graphs_asks_other_objects_nothing() -> None:
+def test_the_search_for_graphs_reads_no_attribute_of_other_objects() -> None:
     class Graph(Capturing):
         def capture_begin(self) -> None:
             """Do nothing."""
@@ -410,7 +412,7 @@ def test_the_search_for_graphs_asks_other_objects_nothing() -> None:
     del bystander
 
 
-def test_a_plan_of_copies_lasts_as_long_as_what_it_is_known_by() -> None:
+def test_a_plan_of_copies_lasts_as_long_as_its_key() -> None:
     class Form:
         """An object that supports weak references."""
 
@@ -426,7 +428,7 @@ def test_a_plan_of_copies_lasts_as_long_as_what_it_is_known_by() -> None:
 
 
 @pytest.mark.parametrize("way", ["into a slot", "out of it"])
-def test_what_is_copied_bit_for_bit_is_viewed_once_a_plan_wherever_it_lies_and_is_not_kept(
+def test_a_plan_views_tensors_copied_bitwise_only_once_and_does_not_keep_their_memory(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     viewed: list[int] = []
@@ -454,7 +456,7 @@ def test_what_is_copied_bit_for_bit_is_viewed_once_a_plan_wherever_it_lies_and_i
     assert memory() is None
 
 
-def test_memory_of_which_torch_makes_a_copy_to_view_it_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_can_view_only_by_copying_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "viewed", lambda address, nbytes, place: borrowed(address, nbytes).clone())
     device, form, model = CudaDevice(cast(Any, Driver()), 0), Captures(object), [torch.zeros(4).half()]
     slot = SlotViews([torch.zeros(4).half()])

@@ -12,7 +12,7 @@ import pytest
 from weightsync.weights.device import driver
 from weightsync.weights.device.base import DeviceError
 
-GRAIN = 2**21
+GRANULARITY = 2**21
 
 
 class Library:
@@ -27,7 +27,7 @@ class Library:
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
             self.calls.append(name)
-            out = {"cuMemGetAllocationGranularity": GRAIN, "cuMemCreate": 7, "cuMemAddressReserve": 4096}
+            out = {"cuMemGetAllocationGranularity": GRANULARITY, "cuMemCreate": 7, "cuMemAddressReserve": 4096}
             if name in out:
                 arguments[0]._obj.value = out[name]
             if name == "cuDeviceGetAttribute":
@@ -51,26 +51,29 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[driver.Driver
     return load
 
 
-def test_the_structures_have_the_sizes_of_the_drivers() -> None:
+def test_the_structures_have_the_sizes_of_the_cuda_drivers() -> None:
     assert (ctypes.sizeof(driver.Properties), driver.Properties.win32.offset) == (32, 16)
     assert (ctypes.sizeof(driver.Access), driver.Access.flags.offset) == (12, 8)
 
 
-@pytest.mark.parametrize(("nbytes", "size"), [(0, GRAIN), (1, GRAIN), (GRAIN, GRAIN), (GRAIN + 1, 2 * GRAIN)])
-def test_memory_comes_in_whole_grains(loaded: Any, nbytes: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "size"),
+    [(0, GRANULARITY), (1, GRANULARITY), (GRANULARITY, GRANULARITY), (GRANULARITY + 1, 2 * GRANULARITY)],
+)
+def test_memory_is_allocated_in_multiples_of_the_granularity(loaded: Any, nbytes: int, size: int) -> None:
     cuda, _ = loaded()
     assert cuda.create(0, nbytes) == (7, size)
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_whether_memory_mapped_read_only_can_be_pinned_is_asked_of_the_device(loaded: Any, pins: bool) -> None:
+def test_the_device_is_asked_whether_read_only_memory_can_be_pinned(loaded: Any, pins: bool) -> None:
     cuda, library = loaded()
     library.attributes[113] = pins
     assert cuda.pins_read_only(3) is pins
     assert not cuda.shares(3)
 
 
-def test_a_descriptor_is_not_inherited(loaded: Any) -> None:
+def test_an_exported_descriptor_is_not_inheritable(loaded: Any) -> None:
     cuda, _ = loaded()
     fd = cuda.export(7)
     assert not os.get_inheritable(fd)
@@ -85,14 +88,14 @@ def test_a_descriptor_is_not_inherited(loaded: Any) -> None:
         ("cuMemSetAccess", ["cuMemUnmap", "cuMemAddressFree"]),
     ],
 )
-def test_what_cannot_be_mapped_leaves_nothing_mapped(loaded: Any, failing: str, undone: list[str]) -> None:
+def test_a_failed_map_leaves_nothing_mapped_or_reserved(loaded: Any, failing: str, undone: list[str]) -> None:
     cuda, library = loaded(failing)
     with pytest.raises(DeviceError, match=f"^{failing} of the CUDA driver failed: CUDA_ERROR_OUT_OF_MEMORY "):
-        cuda.map(7, GRAIN, [0, 1])
+        cuda.map(7, GRANULARITY, [0, 1])
     assert [name for name in library.calls if "Unmap" in name or "Free" in name] == undone
 
 
-def test_a_machine_without_the_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cuda_driver_raises_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -66,7 +66,7 @@ def read_slowly(setup: WorkerSetup) -> None:
         setup.kept["seen"].append((setup.receiver.version, torch.stack(ends)))
 
 
-def hunt(setup: WorkerSetup, last: int) -> list[tuple[int, set[float]]]:
+def serve_with_slow_reads(setup: WorkerSetup, last: int) -> list[tuple[int, set[float]]]:
     """Serve version after version, with slow reads under way at each swap. Returns the values that they read."""
     while (setup.receiver.version or 0) < last:
         if setup.receiver.version:
@@ -84,7 +84,7 @@ def contents(setup: WorkerSetup) -> set[float]:
     return {value for parameter in setup.model.parameters() for value in parameter.unique().tolist()}
 
 
-def receive_amid_a_kernel(setup: WorkerSetup) -> None:
+def receive_during_a_kernel(setup: WorkerSetup) -> None:
     torch.cuda._sleep(100 * LONG)
     setup.receiver.receive(timeout=PATIENCE)
 
@@ -111,7 +111,7 @@ def synced(sender: Any, worker: Any, model: nn.Module, version: int, fill: float
     assert worker.answer() == version
 
 
-def test_memory_is_what_another_mapping_of_it_sees() -> None:
+def test_gpu_memory_and_its_seal_are_visible_in_another_mapping() -> None:
     source = torch.arange(1000, dtype=torch.uint8, device="cuda")
     device = device_of([source])
     assert device is not None
@@ -131,7 +131,7 @@ def test_memory_is_what_another_mapping_of_it_sees() -> None:
     assert opened.seal == bytes(16)
 
 
-def test_memory_goes_with_its_last_view() -> None:
+def test_gpu_memory_is_released_with_its_last_view() -> None:
     device = device_of([torch.ones(1, device="cuda")])
     assert device is not None
     torch.cuda.synchronize()
@@ -151,7 +151,7 @@ def test_g3_no_kernel_reads_two_versions(crew: Crew, scheme: Any) -> None:
     worker, model = crew.start(scheme())[0], on_gpu(1.0)
     worker.do(join_gpu)
     with trainer(scheme(), worker, model=model) as sender:
-        worker.tell(hunt, 20)
+        worker.tell(serve_with_slow_reads, 20)
         for version in range(1, 21):
             filled(model, float(version))
             assert sender.send(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
@@ -173,7 +173,7 @@ def test_the_optimizer_may_go_on_once_send_async_has_returned(crew: Crew) -> Non
             assert worker.do(contents) == {float(version)}
 
 
-def test_parameters_move_only_where_that_was_asked_for(crew: Crew) -> None:
+def test_parameters_move_into_slots_only_with_map_on_device(crew: Crew) -> None:
     workers, model = [*crew.start(mapped()), *crew.start(copied())], on_gpu(1.0)
     for worker in workers:
         worker.do(join_gpu)
@@ -189,7 +189,7 @@ def test_parameters_move_only_where_that_was_asked_for(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("given", [{"verify": "auto"}, {"verify": "digest"}, {"wire_dtype": "bfloat16"}])
-def test_what_arrives_is_what_was_sent(crew: Crew, given: dict[str, Any]) -> None:
+def test_sent_weights_arrive_with_each_verify_and_wire_dtype(crew: Crew, given: dict[str, Any]) -> None:
     scheme = SharedMemWeightSyncScheme("state_dict", **given)
     (worker,), model = crew.start(scheme), on_gpu(1.0)
     worker.do(join_gpu_in_bfloat16 if "wire_dtype" in given else join_gpu)
@@ -199,7 +199,7 @@ def test_what_arrives_is_what_was_sent(crew: Crew, given: dict[str, Any]) -> Non
         assert worker.do(contents) == {3.0}
 
 
-def test_a_worker_killed_amid_a_kernel_costs_no_memory(crew: Crew) -> None:
+def test_a_worker_killed_during_a_kernel_leaks_no_gpu_memory(crew: Crew) -> None:
     (first, second), model = crew.start(mapped(), 2), on_gpu(1.0)
     for worker in (first, second):
         worker.do(join_gpu)
@@ -209,7 +209,7 @@ def test_a_worker_killed_amid_a_kernel_costs_no_memory(crew: Crew) -> None:
                 worker.tell(serve, version)
             sender.send(timeout=PATIENCE)
             assert [worker.answer() for worker in (first, second)] == [version, version]
-        first.tell(receive_amid_a_kernel)
+        first.tell(receive_during_a_kernel)
         second.tell(serve, 4)
         sender.send_async()
         second.answer()
@@ -225,7 +225,7 @@ def test_a_worker_killed_amid_a_kernel_costs_no_memory(crew: Crew) -> None:
         assert torch.cuda.mem_get_info()[0] >= free - 2**26
 
 
-def test_a_trainer_that_is_killed_leaves_its_workers_what_they_serve(crew: Crew) -> None:
+def test_workers_keep_their_served_weights_after_the_trainer_is_killed(crew: Crew) -> None:
     (worker,) = crew.start(mapped())
     leader = crew.lead(mapped(), [worker])
     worker.do(join_gpu)
@@ -237,7 +237,7 @@ def test_a_trainer_that_is_killed_leaves_its_workers_what_they_serve(crew: Crew)
     assert worker.do(contents) == {1.0}
 
 
-def test_a_worker_on_the_host_and_one_on_the_gpu_get_one_version(crew: Crew) -> None:
+def test_a_worker_on_the_host_and_one_on_the_gpu_get_the_same_version(crew: Crew) -> None:
     (there, here), model = crew.start(mapped(), 2), on_gpu(1.0)
     there.do(join_gpu)
     here.do(join_host)
@@ -253,7 +253,7 @@ def test_a_worker_on_the_host_and_one_on_the_gpu_get_one_version(crew: Crew) -> 
 
 @pytest.mark.parametrize(("trainer_on", "worker_on"), [("cpu", "cuda"), ("cuda", "cpu")])
 @pytest.mark.parametrize("verify", ["auto", "digest"])
-def test_weights_cross_between_the_host_and_the_gpu_in_pinned_memory(
+def test_weights_are_copied_between_the_host_and_the_gpu_through_pinned_memory(
     crew: Crew, trainer_on: str, worker_on: str, verify: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheme = SharedMemWeightSyncScheme("state_dict", verify=verify)
@@ -274,7 +274,7 @@ def pinned_mappings(setup: WorkerSetup) -> int:
     return sum(each._pinned is not None for each in link._mapped._mappings.values())
 
 
-def test_memory_that_is_pinned_crosses_whole_and_is_released() -> None:
+def test_pinned_memory_is_copied_to_and_from_the_gpu_unchanged() -> None:
     device = device_of([torch.ones(1, device="cuda")])
     assert device is not None
     segment = Segment(2**22)
@@ -327,7 +327,9 @@ def join_by_default(setup: WorkerSetup) -> None:
 @pytest.mark.parametrize("verify", ["auto", "digest"])
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
 @pytest.mark.parametrize("trainer_on", ["cpu", "cuda"])
-def test_torch_may_make_tensors_on_the_gpu_by_default(crew: Crew, scheme: Any, verify: str, trainer_on: str) -> None:
+def test_versions_arrive_if_torch_creates_tensors_on_the_gpu_by_default(
+    crew: Crew, scheme: Any, verify: str, trainer_on: str
+) -> None:
     given = scheme("state_dict", verify=verify)
     (worker,), model = crew.start(given), on_gpu(1.0).to(trainer_on)
     worker.do(join_by_default)
@@ -465,7 +467,7 @@ def test_a_worker_may_receive_in_inference_mode(crew: Crew) -> None:
         assert worker.do(trains)
 
 
-def compile_it(setup: WorkerSetup) -> None:
+def compile_model(setup: WorkerSetup) -> None:
     setup.model.compile()
     compute(setup)
 
@@ -485,7 +487,7 @@ def compute(setup: WorkerSetup) -> bool:
 def test_a_compiled_model_computes_with_each_version(crew: Crew, scheme: Any) -> None:
     (worker,), model = crew.start(scheme()), on_gpu(1.0)
     worker.do(join_gpu)
-    worker.do(compile_it)
+    worker.do(compile_model)
     with trainer(scheme(), worker, model=model) as sender:
         for version in (1, 2, 3):
             synced(sender, worker, model, version, 2.0**-version)

@@ -64,7 +64,7 @@ def test_workers_on_the_host_pin_nothing_and_map_no_memory_twice() -> None:
         assert not mapping.pinnable
 
 
-def test_what_is_pinned_shows_what_the_trainer_wrote_whatever_this_process_wrote() -> None:
+def test_pinned_memory_shows_the_trainers_bytes_and_no_private_writes() -> None:
     segment = Segment(8192)
     mapping = Mapping(segment.fd, pinnable=True)
     mapping.lend(8)[:] = bytes(8)
@@ -82,7 +82,7 @@ def crossing(full: FakeDevice) -> Iterator[Bench]:
     made.close()
 
 
-def test_g3_no_update_leaves_while_its_host_memory_is_written(crossing: Bench) -> None:
+def test_g3_no_update_is_sent_while_its_host_memory_is_written(crossing: Bench) -> None:
     halfway = crossing.hold_up()
     sending = crossing.begin(lambda: crossing.send(3.0))
     assert halfway.wait(PATIENCE)
@@ -96,7 +96,7 @@ def test_g3_no_update_leaves_while_its_host_memory_is_written(crossing: Bench) -
     assert crossing.values() == {3.0}
 
 
-def test_g3_a_swap_from_the_host_is_whole_before_its_ack(crossing: Bench) -> None:
+def test_g3_a_swap_from_the_host_is_complete_before_its_ack(crossing: Bench) -> None:
     crossing.send(3.0)
     halfway = crossing.hold_up()
     receiving = crossing.begin(crossing.receive)
@@ -110,7 +110,7 @@ def test_g3_a_swap_from_the_host_is_whole_before_its_ack(crossing: Bench) -> Non
     assert crossing.values() == {3.0}
 
 
-def test_g3_kernels_that_read_the_old_weights_end_before_the_new_ones_cross(crossing: Bench) -> None:
+def test_g3_kernels_that_read_the_old_weights_end_before_the_new_ones_are_copied_in(crossing: Bench) -> None:
     crossing.forward("another")
     crossing.send(3.0)
     receiving = crossing.begin(crossing.receive)
@@ -134,7 +134,9 @@ def odd() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("limit", [16, 64, 16 << 20])
-def test_pieces_of_any_size_carry_every_bit_both_ways(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_copies_to_and_from_the_host_are_bit_identical_with_pieces_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     monkeypatch.setattr(transfer, "STAGING_NBYTES", limit)
     transfer._runs.cache_clear()
     source = read_weights(odd())
@@ -154,7 +156,7 @@ def test_pieces_of_any_size_carry_every_bit_both_ways(monkeypatch: pytest.Monkey
     assert base.STAGING_NBYTES == 16 << 20
 
 
-def test_a_tensor_that_cannot_cross_is_named(full: FakeDevice) -> None:
+def test_a_tensor_that_cannot_be_copied_to_the_host_is_named(full: FakeDevice) -> None:
     with paired(copied, model=policy) as pair:
         pair.sync()
         bad = dict(pair.source.state_dict(), weight=torch.ones(32).to_sparse())
@@ -220,7 +222,7 @@ def test_parameters_keep_their_addresses_once_a_graph_is_captured(
         assert caplog.text.count("has captured a CUDA graph") == 1
 
 
-def test_a_capture_moves_parameters_out_of_the_slot_with_what_they_hold() -> None:
+def test_a_capture_moves_parameters_out_of_the_slot_with_their_values() -> None:
     with fake_device() as device, paired(workers=2, model=Tied) as pair:
         for fill in (1.0, 2.0):
             filled(pair.source, fill)
@@ -236,7 +238,7 @@ def test_a_capture_moves_parameters_out_of_the_slot_with_what_they_hold() -> Non
         assert [constants(model) for model in pair.models] == [{3.0}, {3.0}]
 
 
-def test_g3_a_capture_moves_a_parameter_out_of_the_slot_that_was_made_over_the_memory_of_another() -> None:
+def test_g3_a_capture_also_moves_a_parameter_created_over_anothers_memory_out_of_the_slot() -> None:
     with fake_device() as device, paired(workers=2, model=large) as pair:
         for fill in (1.0, 2.0):
             filled(pair.source, fill)
@@ -253,7 +255,7 @@ def test_g3_a_capture_moves_a_parameter_out_of_the_slot_that_was_made_over_the_m
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_g2_a_model_of_another_dtype_refuses_the_next_version_though_a_graph_was_captured(captures: bool) -> None:
+def test_g2_a_model_cast_to_another_dtype_refuses_the_next_version_even_after_a_capture(captures: bool) -> None:
     with fake_device() as device, paired(model=large) as pair:
         pair.sync()
         pair.sync()
@@ -267,7 +269,7 @@ def test_g2_a_model_of_another_dtype_refuses_the_next_version_though_a_graph_was
 
 
 @pytest.mark.parametrize("stand_in", [True, False])
-def test_a_capture_moves_parameters_out_of_the_slot_though_the_model_cannot_be_read_now(stand_in: bool) -> None:
+def test_a_capture_moves_parameters_out_of_the_slot_even_if_the_model_cannot_be_read(stand_in: bool) -> None:
     with fake_device() as device, paired(model=large) as pair:
         pair.sync()
         pair.sync()
@@ -298,7 +300,7 @@ def test_tied_parameters_stay_tied_when_they_leave_a_slot() -> None:
         assert constants(pair.model) == {5.0}
 
 
-def test_g3_a_model_that_is_replaced_has_left_its_slot_before_that_is_written_again() -> None:
+def test_g3_a_replaced_model_has_left_its_slot_before_the_slot_is_written_again() -> None:
     with fake_device() as device, paired(model=large) as pair:
         pair.sync()
         pair.sync()
@@ -313,7 +315,7 @@ def test_g3_a_model_that_is_replaced_has_left_its_slot_before_that_is_written_ag
         assert ended == [True]
 
 
-def test_g3_a_model_that_is_replaced_takes_along_a_parameter_that_was_made_over_the_memory_of_another() -> None:
+def test_g3_a_replaced_model_keeps_the_values_of_a_parameter_created_over_anothers_memory() -> None:
     with contextlib.closing(Pair(SharedMemWeightSyncScheme, model=large)) as pair:
         for fill in (1.0, 2.0, 3.0):
             filled(pair.source, fill)
@@ -327,7 +329,7 @@ def test_g3_a_model_that_is_replaced_takes_along_a_parameter_that_was_made_over_
         assert constants(before) == {3.0}
 
 
-def test_a_slot_is_mapped_by_a_worker_in_inference_mode() -> None:
+def test_a_worker_in_inference_mode_maps_slots_and_its_parameters_stay_trainable() -> None:
     with fake_device(), paired(model=large) as pair:
         for fill in (1.0, 2.0, 3.0):
             filled(pair.source, fill)
@@ -347,7 +349,7 @@ def test_a_trainer_may_send_from_inference_mode_and_then_from_outside_it() -> No
         assert constants(pair.model) == {1.0}
 
 
-class Choosy(nn.Linear):
+class ModelThatMayRefuse(nn.Linear):
     """A model that refuses versions while ``refuses`` is set."""
 
     refuses = False
@@ -360,8 +362,8 @@ class Choosy(nn.Linear):
             raise ValueError("not this one")
 
 
-def test_a_refusal_that_another_slot_would_not_have_spared_takes_no_worker_off_its_device() -> None:
-    with fake_device(), paired(copied, model=lambda fill=0.0: Choosy(64, 64)) as pair:
+def test_a_worker_still_gets_slots_after_a_refusal_unrelated_to_its_slot() -> None:
+    with fake_device(), paired(copied, model=lambda fill=0.0: ModelThatMayRefuse(64, 64)) as pair:
         for _ in range(3):
             pair.sync()
         for _ in range(2):
@@ -375,7 +377,7 @@ def test_a_refusal_that_another_slot_would_not_have_spared_takes_no_worker_off_i
             pair.sync()
 
 
-def test_a_worker_that_can_no_longer_read_the_slots_that_it_opened_goes_on_by_way_of_the_host(
+def test_a_worker_that_can_no_longer_read_its_slots_gets_later_versions_through_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with fake_device(), paired() as pair:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice, fake_device, on_lane
+from fake_device import FakeDevice, acting_as, fake_device
 from fleet import PATIENCE, Pair, constants
 from torch import nn
 
@@ -61,7 +61,7 @@ class Bench:
         return self._beside.submit(call)
 
     def receive(self, timeout: float = PATIENCE) -> bool:
-        with on_lane("worker"):
+        with acting_as("worker"):
             return bool(self.pair.receiver.receive(timeout=timeout))
 
     def send(self, fill: float) -> None:
@@ -85,7 +85,7 @@ class Bench:
             assert self.gate.wait(PATIENCE)
             self.seen.append(seen.union(*(read.tolist() for read in reads[1:])))
 
-        with on_lane("worker", stream):
+        with acting_as("worker", stream):
             self.device.launch(kernel)
         assert met.wait(PATIENCE)
 
@@ -130,10 +130,10 @@ def bench(request: pytest.FixtureRequest, device: FakeDevice) -> Iterator[Bench]
     made.close()
 
 
-def test_the_second_version_stays_on_the_device(bench: Bench) -> None:
+def test_later_versions_stay_on_the_device(bench: Bench) -> None:
     driver = bench.pair.receiver.driver
     bench.send(3.0)
-    with on_lane("worker"):
+    with acting_as("worker"):
         driver.pump()
     slot = driver.pending.payload
     assert isinstance(slot, DeviceMemory)
@@ -145,7 +145,7 @@ def test_the_second_version_stays_on_the_device(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("stream", ["default", "another"])
-def test_g3_no_ack_leaves_while_a_kernel_reads_what_the_worker_served(bench: Bench, stream: str) -> None:
+def test_g3_no_ack_is_sent_while_a_kernel_reads_the_served_weights(bench: Bench, stream: str) -> None:
     bench.forward(stream)
     bench.send(3.0)
     receiving = bench.begin(bench.receive)
@@ -160,18 +160,20 @@ def test_g3_no_ack_leaves_while_a_kernel_reads_what_the_worker_served(bench: Ben
     assert bench.seen == [{2.0}]
 
 
-def test_without_that_wait_the_kernel_reads_two_versions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wait_before_the_ack_a_kernel_reads_two_versions(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench.device, "synchronize", lambda: None)
     bench.forward("another")
     bench.serve(3.0, 4.0)  # version 4.0 is written into the slot that the worker's kernel still reads
     bench.gate.set()
     monkeypatch.undo()
-    with on_lane("worker"):
+    with acting_as("worker"):
         bench.device.synchronize()
     assert len(bench.seen[0]) == 2
 
 
-def test_g3_no_update_leaves_while_its_slot_is_written(bench: Bench) -> None:
+def test_g3_no_update_is_sent_while_its_slot_is_written(bench: Bench) -> None:
     halfway = bench.hold_up()
     sending = bench.begin(lambda: bench.send(3.0))
     assert halfway.wait(PATIENCE)
@@ -185,20 +187,22 @@ def test_g3_no_update_leaves_while_its_slot_is_written(bench: Bench) -> None:
     assert bench.values() == {3.0}
 
 
-def test_without_that_wait_a_worker_reads_half_a_version(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wait_before_the_update_a_worker_reads_half_a_version(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     halfway = bench.hold_up()
     monkeypatch.setattr(bench.device, "finish", lambda: None)
     bench.send(3.0)
     assert halfway.wait(PATIENCE)
     driver = bench.pair.receiver.driver
-    with on_lane("worker"):
+    with acting_as("worker"):
         driver.pump()
     seen = {value for view in driver.pending.payload.views(driver.pending.layout) for value in view.tolist()}
     bench.gate.set()
     assert seen != {3.0}
 
 
-def test_g3_a_snapshot_is_whole_before_the_optimizer_goes_on(bench: Bench) -> None:
+def test_g3_a_snapshot_is_complete_before_send_async_returns(bench: Bench) -> None:
     model, halfway = policy(3.0), bench.hold_up()
 
     def step() -> None:
@@ -216,7 +220,7 @@ def test_g3_a_snapshot_is_whole_before_the_optimizer_goes_on(bench: Bench) -> No
     assert bench.values() == {3.0}
 
 
-def test_g3_weights_in_several_places_are_copied_behind_the_current_stream(
+def test_g3_weights_in_several_places_are_packed_after_the_kernels_of_the_current_stream(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packer, "device_of", lambda tensors: None)
@@ -233,7 +237,7 @@ def test_g3_weights_in_several_places_are_copied_behind_the_current_stream(
     assert set(packed.buffer.view[: packed.layout.nbytes].cast("f")) == {3.0}
 
 
-def test_g3_a_swap_of_tensors_in_several_places_ends_with_the_kernels_of_all_streams(
+def test_g3_a_swap_of_tensors_in_several_places_waits_for_the_kernels_of_all_streams(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target, "device_of", lambda tensors: None)
@@ -244,7 +248,7 @@ def test_g3_a_swap_of_tensors_in_several_places_ends_with_the_kernels_of_all_str
             time.sleep(0.2)
             scatter(*given)
 
-        with on_lane("this process", "of a thread that helps"):
+        with acting_as("this process", "of a thread that helps"):
             device.launch(kernel)
 
     monkeypatch.setattr(target, "scatter", in_another_stream)
@@ -254,7 +258,7 @@ def test_g3_a_swap_of_tensors_in_several_places_ends_with_the_kernels_of_all_str
     assert constants(model) == {3.0}
 
 
-def test_g3_a_device_that_cannot_share_its_memory_is_waited_for_before_and_after_a_swap(
+def test_g3_a_device_that_cannot_share_its_memory_is_synchronized_before_and_after_a_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake, model, read, waits = FakeDevice(), policy(1.0), threading.Event(), []
@@ -274,7 +278,7 @@ def test_g3_a_device_that_cannot_share_its_memory_is_waited_for_before_and_after
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", wait)
     with contextlib.closing(fake):
-        with on_lane("this process", "of a forward"):
+        with acting_as("this process", "of a forward"):
             fake.launch(kernel)
         target.Target(model).apply(policy(2.0))
         read.set()
@@ -286,7 +290,7 @@ def test_g3_a_device_that_cannot_share_its_memory_is_waited_for_before_and_after
 
 def test_g3_a_model_that_leaves_its_slot_waits_for_the_kernels_that_read_it(device: FakeDevice) -> None:
     def register() -> None:
-        with on_lane("worker"):
+        with acting_as("worker"):
             bench.pair.receiver.register_model(policy(0.0))
 
     with contextlib.closing(Bench(device, mapped)) as bench:
@@ -318,19 +322,19 @@ def test_g3_a_model_that_was_moved_off_the_device_waits_for_the_kernels_that_rea
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_g3_a_model_that_left_its_slot_for_a_capture_and_then_the_device_waits_for_the_kernels_that_read_the_slot(
+def test_g3_a_model_moved_off_the_device_after_a_capture_waits_for_the_kernels_that_read_its_slot(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, anew: bool
 ) -> None:
     def receive() -> bool:
         if anew:
-            with on_lane("worker"):
+            with acting_as("worker"):
                 bench.pair.receiver.register_model(bench.pair.model)
         return bench.receive()
 
     with contextlib.closing(Bench(device, mapped)) as bench:
         bench.serve(1.0, 2.0)
         bench.forward("another")
-        with on_lane("worker"):
+        with acting_as("worker"):
             device.capture()
         monkeypatch.setattr(target, "devices_of", lambda tensors: ())
         for parameter in bench.pair.model.parameters():
@@ -343,7 +347,7 @@ def test_g3_a_model_that_left_its_slot_for_a_capture_and_then_the_device_waits_f
         assert (bench.seen, bench.values()) == ([{2.0}], {3.0})
 
 
-def test_memory_that_was_passed_to_a_worker_is_let_go_once_it_is_copied(
+def test_memory_passed_to_a_worker_is_released_only_after_it_is_copied(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch unmaps another process's GPU memory with the last tensor over it, even while a kernel reads it."""
@@ -363,7 +367,7 @@ def test_memory_that_was_passed_to_a_worker_is_let_go_once_it_is_copied(
     assert constants(model) == {3.0}
 
 
-def test_a_swap_is_whole_before_the_next_forward_whatever_its_stream(device: FakeDevice) -> None:
+def test_a_swap_is_complete_before_the_next_forward_in_any_stream(device: FakeDevice) -> None:
     with contextlib.closing(Bench(device, copied)) as bench:
         bench.serve(1.0, 2.0)
         bench.send(3.0)
@@ -377,12 +381,12 @@ def test_a_swap_is_whole_before_the_next_forward_whatever_its_stream(device: Fak
         bench.gate.set()
         assert receiving.result(PATIENCE)
         bench.forward("another")
-        with on_lane("worker"):
+        with acting_as("worker"):
             device.synchronize()
         assert bench.seen == [{3.0}]
 
 
-def test_without_that_wait_the_next_forward_reads_half_a_version(
+def test_without_the_wait_at_the_end_of_a_swap_the_next_forward_reads_half_a_version(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.closing(Bench(device, copied)) as bench:

@@ -46,7 +46,7 @@ def outcome(pair: Pair) -> Any:
     return pair.sender.wait_async(timeout=PATIENCE, on_failure="report").outcomes[0]
 
 
-def test_a_slot_is_verified_by_its_seal_and_no_byte_of_it_comes_to_the_host(
+def test_a_slot_is_verified_by_its_seal_without_being_copied_to_the_host(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceMemory, "read", None)
@@ -62,7 +62,7 @@ def sent_seal(pair: Pair) -> bytes:
     return bytes(pair.receiver.driver.pending.payload.seal)
 
 
-def test_each_filling_of_a_slot_has_another_seal(pair: Pair) -> None:
+def test_each_filling_of_a_slot_has_a_new_seal(pair: Pair) -> None:
     seals, segments = [], set()
     for _ in range(5):
         pending = sent(pair)
@@ -83,7 +83,7 @@ def test_g4_a_slot_that_is_being_written_again_is_refused(device: FakeDevice, ve
         assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
 
 
-def test_bytes_that_changed_on_the_device_are_refused_where_digests_are_compared(device: FakeDevice) -> None:
+def test_bytes_changed_on_the_device_are_refused_if_digests_are_compared(device: FakeDevice) -> None:
     with contextlib.closing(
         Pair(lambda: SharedMemWeightSyncScheme("state_dict", verify="digest"), model=policy)
     ) as pair:
@@ -93,7 +93,7 @@ def test_bytes_that_changed_on_the_device_are_refused_where_digests_are_compared
         assert (refused.kind, "damaged on the way" in refused.reason) == (OutcomeKind.REFUSED, True)
 
 
-def test_an_ack_names_what_was_sent_though_its_link_carries_the_next_by_way_of_the_host(pair: Pair) -> None:
+def test_an_ack_of_a_slot_is_accepted_although_the_next_version_goes_through_host_memory(pair: Pair) -> None:
     sent(pair)
     (link,) = pair.sender._driver.links()
     link._reach.devices = frozenset()  # as a Hello or a refusal that arrives before the ack would do

@@ -84,7 +84,7 @@ def slots(pid: int | str = "self") -> int:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("verify", ["auto", "digest"])
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
-def test_versions_arrive_whole_in_two_slots_whose_number_does_not_grow(scheme: Any, verify: str) -> None:
+def test_versions_arrive_whole_in_two_slots_that_are_reused(scheme: Any, verify: str) -> None:
     with paired(lambda: scheme("state_dict", verify=verify), workers=2, model=large) as pair:
         for fill in range(1, 8):
             with torch.no_grad():
@@ -97,7 +97,7 @@ def test_versions_arrive_whole_in_two_slots_whose_number_does_not_grow(scheme: A
 
 
 @pytest.mark.usefixtures("device")
-def test_a_worker_that_cannot_open_a_slot_gets_the_same_version_by_way_of_the_host() -> None:
+def test_a_worker_that_cannot_open_slots_gets_the_same_versions_through_host_memory() -> None:
     with paired(workers=2, model=large) as pair:
         pair.receivers[1].driver.devices = b""
         for fill in (1.0, 2.0, 3.0):
@@ -107,7 +107,7 @@ def test_a_worker_that_cannot_open_a_slot_gets_the_same_version_by_way_of_the_ho
         assert pair.receivers[1].driver.devices == b""
 
 
-def test_one_that_refuses_a_slot_gets_the_next_version_by_way_of_the_host(
+def test_a_worker_that_refuses_a_slot_gets_the_next_version_through_host_memory(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(fd: int, nbytes: int) -> Any:
@@ -126,7 +126,7 @@ def test_one_that_refuses_a_slot_gets_the_next_version_by_way_of_the_host(
         assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
 
 
-def test_a_trainer_whose_device_is_full_sends_by_way_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_whose_device_is_full_sends_through_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     with fake_device(FakeDevice(capacity=0)), paired() as pair, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert pair.sync().outcomes[0].kind is OutcomeKind.APPLIED
@@ -172,7 +172,7 @@ def test_a_tensor_that_cannot_be_copied_is_named() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_what_is_written_by_hand_is_written_into_no_slot() -> None:
+def test_weights_applied_by_hand_are_not_written_into_a_slot() -> None:
     with paired(workers=2) as pair:
         pair.sync()
         pair.sync()
@@ -205,7 +205,7 @@ def close_and_join_again(pair: Pair) -> WeightReceiver:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("again", [register_again, set_as_the_schemes_model, close_and_join_again])
-def test_g2_a_model_that_is_given_again_has_left_its_slot(again: Callable[[Pair], WeightReceiver]) -> None:
+def test_g2_a_model_that_is_registered_again_is_moved_out_of_its_slot(again: Callable[[Pair], WeightReceiver]) -> None:
     with paired(workers=2, model=large) as pair:
         for fill in (1.0, 2.0, 3.0):
             filled(pair.source, fill)
@@ -215,7 +215,7 @@ def test_g2_a_model_that_is_given_again_has_left_its_slot(again: Callable[[Pair]
         assert pair.receivers[1].version == 3
 
 
-def test_a_worker_closes_though_its_device_has_no_memory_for_the_model(
+def test_a_worker_can_close_although_its_device_has_no_memory_for_the_model(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -231,17 +231,17 @@ def test_a_worker_closes_though_its_device_has_no_memory_for_the_model(
         assert constants(pair.model) == {1.0}
 
 
-class Plain(nn.Parameter):
+class ParameterSubclass(nn.Parameter):
     """A subclass of Parameter, which is never mapped."""
 
 
 @pytest.mark.usefixtures("device")
-def test_g3_a_parameter_that_can_no_longer_be_mapped_is_not_copied_into_the_slot_of_others() -> None:
+def test_g3_a_parameter_that_can_no_longer_be_mapped_is_not_copied_into_a_shared_slot() -> None:
     with paired(workers=2, model=large) as pair:
         for fill in (1.0, 2.0, 3.0):
             filled(pair.source, fill)
             pair.sync()
-        pair.model[0].weight = Plain(pair.model[0].weight.data)
+        pair.model[0].weight = ParameterSubclass(pair.model[0].weight.data)
         filled(pair.source, 4.0)
         pair.sender.send_async()
         assert pair.receivers[0].receive(timeout=PATIENCE)
@@ -251,7 +251,7 @@ def test_g3_a_parameter_that_can_no_longer_be_mapped_is_not_copied_into_the_slot
 
 
 @pytest.mark.usefixtures("device")
-def test_a_compiled_module_keeps_its_addresses() -> None:
+def test_the_parameters_of_a_compiled_module_keep_their_addresses() -> None:
     with paired() as pair:
         pair.model.compile(backend="eager")
         before = pair.model.weight.data_ptr()
@@ -262,7 +262,7 @@ def test_a_compiled_module_keeps_its_addresses() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_the_parameters_of_an_rnn_stay_in_the_one_chunk_in_which_its_kernels_need_them() -> None:
+def test_the_parameters_of_an_rnn_keep_their_addresses() -> None:
     with paired(model=lambda fill=0.0: filled(nn.LSTM(8, 8), fill)) as pair:
         before = [parameter.data_ptr() for parameter in pair.model.parameters()]
         for fill in (1.0, 2.0, 3.0):
@@ -324,7 +324,7 @@ def send_twice(setup: WorkerSetup) -> int:
     return [sender.send(timeout=PATIENCE).version for _ in range(2)][-1]
 
 
-def receive_amid_a_kernel(setup: WorkerSetup) -> None:
+def receive_during_a_kernel(setup: WorkerSetup) -> None:
     """Receive while a kernel that never ends reads the model."""
     setup.kept["device"].launch(threading.Event().wait)
     setup.receiver.receive(timeout=PATIENCE)
@@ -345,7 +345,7 @@ def values(setup: WorkerSetup) -> set[float]:
 
 
 @pytest.mark.usefixtures("device")
-def test_a_worker_killed_amid_a_kernel_is_lost_and_its_slot_is_free_again(crew: Crew) -> None:
+def test_a_worker_killed_during_a_kernel_is_lost_and_its_slot_is_reused(crew: Crew) -> None:
     first, second = crew.start(mapped(), 2)
     scheme = mapped()
     scheme.init_on_sender("policy", pipes=[first.pipe, second.pipe], model=large(1.0))
@@ -359,7 +359,7 @@ def test_a_worker_killed_amid_a_kernel_is_lost_and_its_slot_is_free_again(crew: 
             sender.send(timeout=PATIENCE)
             assert [worker.answer() for worker in (first, second)] == [version, version]
         assert first.do(is_on_device)
-        first.tell(receive_amid_a_kernel)
+        first.tell(receive_during_a_kernel)
         second.tell(serve, 3)
         sender.send_async()
         while sender.poll().outcomes[1].kind is OutcomeKind.PENDING:
@@ -381,7 +381,7 @@ def test_a_worker_killed_amid_a_kernel_is_lost_and_its_slot_is_free_again(crew: 
     assert slots(second.pid) == 2
 
 
-def test_a_trainer_that_is_killed_leaves_its_workers_what_they_serve(crew: Crew) -> None:
+def test_workers_keep_their_served_weights_after_the_trainer_is_killed(crew: Crew) -> None:
     (worker,) = crew.start(mapped())
     trainer = crew.lead(mapped(), [worker])
     worker.do(join_on_device)
@@ -402,7 +402,7 @@ UPDATE = Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", 
 HELLO = Hello(model_id="policy", incarnation=1, devices=bytes(range(32)))
 
 
-def test_slots_and_devices_come_back_as_they_were_sent() -> None:
+def test_slots_and_devices_survive_encoding_and_decoding() -> None:
     placed = replace(UPDATE, slot=SlotRef(segment=1, device=bytes(range(16)), nbytes=64))
     assert codec.decode(codec.encode(placed)) == placed
     assert codec.decode(codec.encode(HELLO)) == HELLO
@@ -420,7 +420,7 @@ def test_slots_and_devices_come_back_as_they_were_sent() -> None:
         replace(HELLO, devices=bytes(16 * 65)),
     ],
 )
-def test_a_slot_that_cannot_be_one_is_a_protocol_error(forged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_slots_and_devices_raise_protocol_error(forged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(codec, "_require_ranges", lambda *_: None)
         frame = codec.encode(forged)
@@ -428,7 +428,7 @@ def test_a_slot_that_cannot_be_one_is_a_protocol_error(forged: Any, monkeypatch:
         codec.decode(frame)
 
 
-def test_a_device_that_was_not_announced_is_a_protocol_error(device: FakeDevice) -> None:
+def test_a_slot_on_an_unknown_device_raises_protocol_error(device: FakeDevice) -> None:
     with pytest.raises(ProtocolError, match="which this process does not have"):
         open_slot(SlotRef(segment=1, device=bytes(16), nbytes=64), 0)
     memory = device.allocate(64)
@@ -436,13 +436,13 @@ def test_a_device_that_was_not_announced_is_a_protocol_error(device: FakeDevice)
         open_slot(SlotRef(segment=1, device=device.identity, nbytes=65), memory.fd)
 
 
-def test_tensors_in_several_places_are_on_no_device(device: FakeDevice) -> None:
+def test_the_device_of_tensors_in_several_places_is_none(device: FakeDevice) -> None:
     here, nowhere = torch.ones(2), torch.ones(2, device="meta")
     assert device_of([here, here]) is device
     assert (device_of([here, nowhere]), device_of([nowhere]), device_of([])) == (None, None, None)
 
 
-def test_the_host_copy_of_a_slot_is_made_once_a_version_of_the_payload_alone(
+def test_the_host_copy_of_a_slot_is_made_once_per_version_and_only_of_the_payload(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, read = DeviceBuffer(device.allocate(2**20)), []
@@ -464,7 +464,7 @@ def calls(call: Callable[[], object]) -> int:
 
 @pytest.mark.untraced("a recorded driver calls more")
 @pytest.mark.usefixtures("device")
-def test_a_small_send_takes_few_calls_of_python() -> None:
+def test_a_small_send_makes_few_python_calls() -> None:
     found = []
     with paired() as pair:
         for _ in range(8):
@@ -476,7 +476,7 @@ def test_a_small_send_takes_few_calls_of_python() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_compiled_modules_are_looked_for_at_each_swap_without_calls_for_each_module() -> None:
+def test_the_search_for_compiled_modules_makes_no_python_call_for_each_module() -> None:
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 1), nn.ReLU()) for _ in range(50)))
     deep.register_module("absent", None)
     deep[0].register_module("itself", deep)
@@ -484,7 +484,7 @@ def test_compiled_modules_are_looked_for_at_each_swap_without_calls_for_each_mod
     assert calls(lambda: must_not_move(deep)) == 2
 
 
-def test_on_the_host_nobody_is_asked_about_devices() -> None:
+def test_sends_from_host_memory_do_not_ask_links_for_their_devices() -> None:
     with paired(scheme=mapped, model=lambda fill=0.0: filled(nn.Linear(4, 4), fill)) as pair:
         pair.sender._driver.reached = None  # calling it would fail
         assert [pair.sync().outcomes[0].kind for _ in range(2)] == [OutcomeKind.APPLIED] * 2

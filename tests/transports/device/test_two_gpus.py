@@ -33,11 +33,11 @@ def opened_slots(setup: WorkerSetup) -> int:
 
 @pytest.mark.parametrize("scheme", [mapped, copied])
 @pytest.mark.parametrize("trainers_number", [0, 1])
-def test_a_worker_on_another_gpu_that_it_may_number_otherwise_gets_whole_versions(
+def test_a_worker_on_another_gpu_gets_whole_versions_however_the_gpus_are_numbered(
     scheme: Any, trainers_number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.device_count() < 2:
-        without_gpus("A WORKER ON ANOTHER GPU", f"it wants two GPUs, and there are {torch.cuda.device_count()}")
+        without_gpus("A WORKER ON ANOTHER GPU", f"it needs two GPUs, and there are {torch.cuda.device_count()}")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(gpus) if trainers_number else gpus))
     torch.cuda.set_device(0)

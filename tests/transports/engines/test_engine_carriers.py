@@ -90,7 +90,7 @@ def sglang_over_nccl(server: EngineServer) -> Engine:
     return SGLangEngine(server.url, SGLangNCCLCarrier(2, device="cpu", backend="gloo"), bucket_bytes=30_000)
 
 
-over_each = pytest.mark.parametrize(
+for_each_carrier = pytest.mark.parametrize(
     ("make", "update"),
     [
         pytest.param(vllm_over_nccl, "update_weights", id="vllm-nccl"),
@@ -111,7 +111,7 @@ def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeig
 # ------------------------------------------------------------------------------------------- all carriers
 
 
-@over_each
+@for_each_carrier
 @pytest.mark.usefixtures("cuda")
 def test_each_version_arrives_whole_by_the_engines_own_transfer(make: Make, update: str, server: EngineServer) -> None:
     source = large(1.0)
@@ -125,9 +125,9 @@ def test_each_version_arrives_whole_by_the_engines_own_transfer(make: Make, upda
     assert server.calls.count(update) > 2
 
 
-@over_each
+@for_each_carrier
 @pytest.mark.usefixtures("cuda")
-def test_an_engine_that_fails_amid_an_update_is_lost_and_joins_anew(
+def test_an_engine_that_fails_during_an_update_is_lost_and_can_join_again(
     make: Make, update: str, server: EngineServer
 ) -> None:
     engine, source = make(server), large(1.0)
@@ -144,7 +144,7 @@ def test_an_engine_that_fails_amid_an_update_is_lost_and_joins_anew(
         assert equal(server, source)
 
 
-@over_each
+@for_each_carrier
 @pytest.mark.usefixtures("cuda")
 def test_an_engine_that_stalls_times_out_and_close_ends_the_call(make: Make, update: str, server: EngineServer) -> None:
     with scheme_with(make(server), small(1.0)) as scheme:
@@ -187,7 +187,7 @@ def test_close_ends_a_broadcast_that_hangs(make: Make, server: EngineServer) -> 
     server.half.end()  # ends the engine's receive, which still waits for the tensors
 
 
-def test_a_group_that_was_given_up_is_not_used_again_and_the_next_meets_elsewhere(server: EngineServer) -> None:
+def test_an_aborted_group_is_not_reused_and_the_next_one_uses_another_port(server: EngineServer) -> None:
     engine = vllm_over_nccl(server)
     with scheme_with(engine, small(1.0)) as scheme:
         sender = scheme.get_sender()
@@ -200,13 +200,13 @@ def test_a_group_that_was_given_up_is_not_used_again_and_the_next_meets_elsewher
     assert first != second
 
 
-def test_a_carrier_whose_group_is_gone_says_so() -> None:
+def test_a_send_of_a_carrier_without_a_process_group_raises() -> None:
     carrier = VLLMNCCLCarrier(2, device="cpu")
     with pytest.raises(ConnectionError, match=r"process group with the engine was aborted"):
         carrier.send([("a", torch.ones(1))])
 
 
-def test_a_group_that_is_met_too_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_joined_after_give_up_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier, ended = VLLMNCCLCarrier(2, device="cpu"), []
     carrier.init_info()
 
@@ -230,7 +230,9 @@ def test_a_communicator_that_found_no_nccl_is_not_used(server: EngineServer, mon
     assert "found no NCCL library" in outcome.reason
 
 
-def test_the_function_of_older_releases_joins_too(monkeypatch: pytest.MonkeyPatch, server: EngineServer) -> None:
+def test_a_group_is_joined_through_the_function_of_older_vllm_releases(
+    monkeypatch: pytest.MonkeyPatch, server: EngineServer
+) -> None:
     monkeypatch.delitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common")
     install_older_vllm(monkeypatch)
     source = small(1.0)
@@ -239,7 +241,7 @@ def test_the_function_of_older_releases_joins_too(monkeypatch: pytest.MonkeyPatc
     assert equal(server, source)
 
 
-def test_torchrls_vllm_scheme_takes_vllms_own_transfer_unless_told_otherwise(server: EngineServer) -> None:
+def test_torchrls_vllm_scheme_uses_vllms_own_transfer_by_default(server: EngineServer) -> None:
     server.half, model = NCCLHalf(), small(1.0)
     sender = llm.VLLMWeightSyncScheme(device="cpu").create_sender()
     sender.init_all_workers_group(llm.get_model_metadata(model), vllm_engine=server.url)
@@ -264,7 +266,7 @@ class Handle:
         """Do nothing."""
 
     def update_weights(self, request: dict[str, Any]) -> None:
-        assert "ipc_handles" in request["update_info"], "what is no HTTP call needs no pickle"
+        assert "ipc_handles" in request["update_info"], "handles are pickled only for HTTP calls"
         self.half.receive(request["update_info"])
 
     def finish_weight_update(self) -> None:
@@ -272,7 +274,7 @@ class Handle:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_handle_gets_handles_of_memory_as_they_are_and_the_memory_is_freed_after_the_version() -> None:
+def test_an_in_process_engine_gets_unpickled_ipc_handles_and_their_memory_is_freed() -> None:
     handle, source = Handle(), large(1.0)
     with scheme_with(VLLMEngine(handle, PosedIPC(), bucket_bytes=30_000), source) as scheme:
         assert scheme.get_sender().send(timeout=PATIENCE).ok
@@ -281,7 +283,7 @@ def test_a_handle_gets_handles_of_memory_as_they_are_and_the_memory_is_freed_aft
 
 
 @pytest.mark.usefixtures("cuda")
-def test_the_memory_is_freed_when_an_engine_fails_too(server: EngineServer) -> None:
+def test_the_exported_memory_is_freed_when_an_engine_fails(server: EngineServer) -> None:
     engine = vllm_over_ipc(server)
     server.plan["update_weights"] = [500]
     with scheme_with(engine, small(1.0)) as scheme:
@@ -305,7 +307,7 @@ def test_the_memory_is_freed_when_an_engine_fails_too(server: EngineServer) -> N
         (lambda: VLLMNCCLCarrier(2, master_port="1", device="cpu"), r"master_port= is '1': give the number of a port"),
     ],
 )
-def test_a_trainer_without_what_a_carrier_needs_is_told_at_construction(
+def test_a_carrier_without_a_cuda_device_or_with_bad_arguments_is_refused_at_construction(
     make: Callable[[], Carrier], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -314,7 +316,7 @@ def test_a_trainer_without_what_a_carrier_needs_is_told_at_construction(
 
 
 @pytest.mark.parametrize(("carrier", "package"), [(VLLMNCCLCarrier, "vllm"), (SGLangNCCLCarrier, "sglang")])
-def test_an_engine_that_is_not_installed_here_is_named_with_the_remedy(
+def test_a_carrier_whose_engine_package_is_missing_is_refused_with_the_remedy(
     carrier: Callable[..., Carrier], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("vllm.distributed.weight_transfer.nccl_common", "sglang.srt.utils"):

@@ -95,7 +95,7 @@ def outcome_of(sender: Any, server: EngineServer, fault: int | str) -> Outcome:
     return found
 
 
-def let_go_on(sender: Any, server: EngineServer, engine: Engine, kind: OutcomeKind) -> None:
+def recover(sender: Any, server: EngineServer, engine: Engine, kind: OutcomeKind) -> None:
     """Recover as the outcome's message says."""
     if kind is OutcomeKind.LOST:
         server.restart()
@@ -110,7 +110,7 @@ EACH = list(chain.from_iterable(zip(repeat(kind), calls) for kind, calls in CALL
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("kind", "call"), EACH, ids=[f"{kind}-{call[0]}-{call[1]}" for kind, call in EACH])
-def test_g11_what_an_engine_is_left_with_is_said_and_it_takes_the_next_version(
+def test_g11_the_state_of_a_faulty_engine_is_reported_and_it_takes_the_next_version(
     kind: str, call: tuple[str, int, str], fault: int | str, server: EngineServer
 ) -> None:
     (route, which, stage), engine, source = call, made(kind, server), large(1.0)
@@ -138,14 +138,14 @@ def test_g11_what_an_engine_is_left_with_is_said_and_it_takes_the_next_version(
                 assert server.paused or LEAVES[stage] is not TORN
             case _:
                 assert f"it has not answered POST {server.url}/{route} yet" in outcome.reason
-        let_go_on(sender, server, engine, outcome.kind)
+        recover(sender, server, engine, outcome.kind)
         nn.init.normal_(source[0].weight)
         assert sender.send(timeout=PATIENCE).ok
         assert (equal(server, source), server.paused) == (True, False)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_an_engine_whose_pause_failed_and_that_does_not_go_on_is_lost(kind: str, server: EngineServer) -> None:
+def test_an_engine_whose_pause_and_resume_both_failed_is_lost(kind: str, server: EngineServer) -> None:
     pause, resume = (next(route for route, _, stage in CALLS[kind] if stage == of) for of in ("pause", "resume"))
     server.plan[pause], server.plan[resume] = ["500 after"], ["500"]
     with EngineWeightSyncScheme() as scheme:
@@ -158,7 +158,7 @@ def test_an_engine_whose_pause_failed_and_that_does_not_go_on_is_lost(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_names_that_do_not_fit_and_a_carrier_that_raises_leave_no_engine_paused_and_refused(
+def test_unknown_names_or_a_failing_carrier_leave_an_engine_paused_only_if_it_is_lost(
     kind: str, server: EngineServer
 ) -> None:
     engine = made(kind, server)

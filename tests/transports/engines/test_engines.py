@@ -59,7 +59,7 @@ class World:
         return self.sender.send(on_failure="report", timeout=PATIENCE, **options)[0]
 
 
-def ends_of_this_process() -> tuple[int, list[str]]:
+def open_sockets_and_threads() -> tuple[int, list[str]]:
     """The number of open sockets, and the names of the running weightsync threads."""
     names = sorted(each.name for each in threading.enumerate() if each.name.startswith("weightsync"))
     sockets = 0
@@ -72,21 +72,21 @@ def ends_of_this_process() -> tuple[int, list[str]]:
 @pytest.fixture(params=list(KINDS))
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """A world with an engine of each kind. Checks that no socket and no thread outlives the test."""
-    sockets, threads = ends_of_this_process()
+    sockets, threads = open_sockets_and_threads()
     made = World(*KINDS[request.param])
     yield made
     made.scheme.close()
     made.server.die()
     # Ray, if this process is connected to a cluster, opens and closes a few sockets meanwhile.
     waited = Deadline(10.0)
-    while ends_of_this_process()[0] > sockets and not waited.passed:
+    while open_sockets_and_threads()[0] > sockets and not waited.passed:
         time.sleep(0.05)
-    sockets_after, threads_after = ends_of_this_process()
+    sockets_after, threads_after = open_sockets_and_threads()
     assert sockets_after <= sockets, "what an earlier test has left may have gone meanwhile"
     assert not Counter(threads_after) - Counter(threads)
 
 
-def test_an_engine_that_answered_every_call_has_applied_the_version_by_the_evidence_of_its_calls(world: World) -> None:
+def test_an_engine_that_answered_every_call_has_applied_the_version_with_call_evidence(world: World) -> None:
     world.start()
     nn.init.normal_(world.source[0].weight)
     outcome = world.outcome()
@@ -113,7 +113,7 @@ def test_weights_go_in_buckets_of_bounded_size(world: World) -> None:
     assert max(world.server.sizes) <= 100_000
 
 
-def test_names_and_dtypes_are_the_engines_own(world: World) -> None:
+def test_an_engine_gets_its_own_names_and_the_wire_dtype(world: World) -> None:
     world.start(world.make(world.server.url, name_map={"0.weight": "embed"}), wire_dtype="bfloat16")
     assert world.outcome().kind is OutcomeKind.APPLIED
     assert "embed" in world.server.weights
@@ -121,7 +121,7 @@ def test_names_and_dtypes_are_the_engines_own(world: World) -> None:
     assert {tensor.dtype for tensor in world.server.weights.values()} == {torch.bfloat16, torch.int64}
 
 
-def test_an_engine_that_fails_amid_an_update_is_lost_and_stays_paused(world: World) -> None:
+def test_an_engine_that_fails_during_an_update_is_lost_and_stays_paused(world: World) -> None:
     world.start(world.make(world.server.url, bucket_bytes=100_000), source=large(1.0))
     world.server.plan[world.update] = ["serve", 500]
     outcome = world.outcome()
@@ -133,26 +133,24 @@ def test_an_engine_that_fails_amid_an_update_is_lost_and_stays_paused(world: Wor
     assert world.server.weights != {}
 
 
-def test_an_engine_that_is_not_there_is_lost(world: World) -> None:
+def test_an_unreachable_engine_is_lost(world: World) -> None:
     world.start()
     world.server.die()
     with pytest.raises(WorkerLostError, match=r"ConnectionRefusedError.*still runs, it has the weights that it had\."):
         world.sender.send(timeout=PATIENCE)
 
 
-def test_close_ends_a_call_that_stalls_with_its_thread_and_its_socket(world: World) -> None:
+def test_close_ends_a_stalled_call_with_its_thread_and_its_socket(world: World) -> None:
     world.start()
     world.server.plan[world.update] = ["stall"]
     world.sender.send_async()
     assert world.server.stalled.wait(PATIENCE)
     world.scheme.close()
     assert world.server.hung_up.wait(PATIENCE)
-    assert ends_of_this_process()[1] == []
+    assert open_sockets_and_threads()[1] == []
 
 
-def test_a_close_amid_a_version_logs_what_the_engine_is_left_with(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_close_during_a_load_logs_the_state_of_the_engine(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.start()
     world.server.plan[world.update] = ["stall"]
     world.sender.send_async()
@@ -163,7 +161,7 @@ def test_a_close_amid_a_version_logs_what_the_engine_is_left_with(
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_close_while_an_engine_is_being_paused_has_it_resume(
+def test_close_while_an_engine_is_being_paused_resumes_it(
     world: World, answers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For example, a pause waits for long requests when the trainer is interrupted."""
@@ -182,7 +180,7 @@ def test_a_close_while_an_engine_is_being_paused_has_it_resume(
     assert f"still runs, it has the weights that it had, and {left}." in caplog.text
 
 
-def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> None:
+def test_a_failed_engine_does_not_keep_another_from_applying_the_version(world: World) -> None:
     with serving() as other:
         world.start(world.make(world.server.url), world.make(other.url))
         world.server.plan[world.update] = ["die"]
@@ -192,14 +190,14 @@ def test_one_engine_that_fails_keeps_no_other_from_its_version(world: World) -> 
         world.scheme.close()
 
 
-class Moody(nn.Linear):
+class ExtraStateModule(nn.Linear):
     """A module with extra state."""
 
     def get_extra_state(self) -> int:
         return 3
 
 
-def test_an_engine_that_is_added_again_takes_the_next_version_also_amid_another(world: World) -> None:
+def test_an_engine_that_is_added_again_takes_the_next_version_even_during_an_update(world: World) -> None:
     engine = world.make(world.server.url)
     world.start(engine)
     assert world.outcome().kind is OutcomeKind.APPLIED
@@ -217,7 +215,7 @@ def test_an_engine_that_is_added_again_takes_the_next_version_also_amid_another(
     assert (equal(world.server, world.source), world.server.paused) == (True, False)
 
 
-def test_the_newest_link_to_an_engine_has_it(world: World) -> None:
+def test_only_the_newest_link_to_an_engine_can_send_to_it(world: World) -> None:
     engine = world.make(world.server.url)
     world.start(engine)
     with scheme_with(engine, world.source) as newer:
@@ -230,7 +228,7 @@ def test_the_newest_link_to_an_engine_has_it(world: World) -> None:
 
 
 def test_extra_state_is_refused_since_no_engine_takes_it(world: World) -> None:
-    world.start(source=Moody(1, 1))
+    world.start(source=ExtraStateModule(1, 1))
     outcome = world.outcome()
     assert outcome.kind is OutcomeKind.REFUSED
     assert "extra state of ['']" in outcome.reason
@@ -252,7 +250,7 @@ def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeig
     return scheme
 
 
-def test_vllm_goes_through_its_four_phases_once_initialised(server: EngineServer) -> None:
+def test_vllm_is_initialised_once_and_gets_all_phases_of_each_version(server: EngineServer) -> None:
     with scheme_with(VLLMEngine(server.url, Inline()), small(1.0)) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
         scheme.get_sender().send(timeout=PATIENCE)
@@ -263,7 +261,7 @@ def test_vllm_goes_through_its_four_phases_once_initialised(server: EngineServer
 
 
 @pytest.mark.parametrize(("pause", "resets"), [("keep", 1), (None, 1), ("abort", 0), ("wait", 0)])
-def test_vllm_is_told_to_forget_what_old_weights_computed_unless_its_pause_did_so(
+def test_vllms_prefix_cache_is_reset_unless_its_pause_mode_did_so(
     pause: str | None, resets: int, server: EngineServer
 ) -> None:
     with scheme_with(VLLMEngine(server.url, Inline(), pause=pause), small(1.0)) as scheme:
@@ -272,7 +270,7 @@ def test_vllm_is_told_to_forget_what_old_weights_computed_unless_its_pause_did_s
 
 
 @pytest.mark.parametrize("pause", ["keep", None])
-def test_requests_that_keep_vllm_from_forgetting_are_logged(
+def test_requests_that_keep_vllm_from_resetting_its_prefix_cache_are_logged(
     pause: str | None, server: EngineServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.plan["reset_prefix_cache"] = ["unsuccessful"]
@@ -282,7 +280,7 @@ def test_requests_that_keep_vllm_from_forgetting_are_logged(
     assert not server.paused
 
 
-def test_a_carrier_brings_the_tensors_while_the_call_is_answered(server: EngineServer) -> None:
+def test_a_carrier_transfers_the_tensors_while_the_call_is_answered(server: EngineServer) -> None:
     carrier, source = Beside(server), large(1.0)
     with scheme_with(VLLMEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
@@ -350,7 +348,7 @@ class Handle:
             raise MemoryError("no room")
 
 
-def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
+def test_a_vllm_engine_can_be_driven_through_an_in_process_handle() -> None:
     handle, source = Handle(), small(1.0)
     with scheme_with(VLLMEngine(handle, Inline()), source) as scheme:
         outcome = scheme.get_sender().send(timeout=PATIENCE)[0]
@@ -362,22 +360,22 @@ def test_a_vllm_engine_is_driven_by_its_handle_too() -> None:
     assert set(handle.names) == set(source.state_dict())
 
 
-class Unfreeing(Inline):
+class FailsToFree(Inline):
     """A carrier that fails to free its tensors."""
 
     def done(self) -> None:
         raise RuntimeError("the device is gone")
 
 
-def test_a_carrier_that_cannot_free_what_it_carried_changes_no_outcome(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_carrier_that_cannot_free_its_tensors_changes_no_outcome(caplog: pytest.LogCaptureFixture) -> None:
     """An error of `done` must not change the outcome: one version is served by the engine, one partly loaded."""
-    with scheme_with(VLLMEngine(Handle(), Unfreeing()), small(1.0)) as scheme:
+    with scheme_with(VLLMEngine(Handle(), FailsToFree()), small(1.0)) as scheme:
         kinds = [scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0].kind for _ in range(2)]
     assert kinds == [OutcomeKind.APPLIED, OutcomeKind.LOST]
     assert caplog.text.count("RuntimeError: the device is gone") == 2
 
 
-def test_a_vllm_engines_handle_is_told_to_forget_what_old_weights_computed_if_it_can() -> None:
+def test_the_prefix_cache_of_a_vllm_handle_is_reset_if_it_has_that_method() -> None:
     handle = Handle()
     vars(handle)["reset_prefix_cache"] = lambda: handle.calls.append("reset")
     with scheme_with(VLLMEngine(handle, Inline()), small(1.0)) as scheme:
@@ -386,7 +384,7 @@ def test_a_vllm_engines_handle_is_told_to_forget_what_old_weights_computed_if_it
 
 
 @pytest.mark.parametrize(("answer", "kind"), [(False, OutcomeKind.LOST), (True, OutcomeKind.APPLIED)])
-def test_a_vllm_engine_that_could_not_forget_what_old_weights_computed_does_not_count_as_having_applied(
+def test_a_vllm_handle_whose_prefix_cache_reset_fails_has_not_applied_the_version(
     answer: bool, kind: OutcomeKind
 ) -> None:
     handle = Handle()
@@ -445,7 +443,7 @@ async def never() -> None:
         ("finish_weight_update", OutcomeKind.LOST),
     ],
 )
-def test_a_call_that_returned_something_to_await_is_never_acked(phase: str, kind: OutcomeKind) -> None:
+def test_a_handle_call_that_returned_an_awaitable_is_never_acked(phase: str, kind: OutcomeKind) -> None:
     handle = Handle()
     vars(handle)[phase] = lambda *_: never()
     with scheme_with(VLLMEngine(handle, Inline()), small(1.0)) as scheme:
@@ -454,7 +452,7 @@ def test_a_call_that_returned_something_to_await_is_never_acked(phase: str, kind
     assert f"{phase}() of the vLLM engine Handle returned a coroutine" in outcome.reason
 
 
-class Own(Engine):
+class CustomEngine(Engine):
     """A user's adapter."""
 
     bucket_bytes, name_map = 1 << 20, None
@@ -491,7 +489,7 @@ class Minimal(Engine):
         return "a minimal engine"
 
 
-def test_an_adapter_with_the_four_methods_and_nothing_else_is_loaded() -> None:
+def test_an_adapter_with_only_the_four_required_methods_is_loaded() -> None:
     engine = Minimal()
     with scheme_with(engine, small(1.0)) as scheme:
         assert scheme.get_sender().send(timeout=PATIENCE).ok
@@ -513,7 +511,7 @@ class Unstoppable(Minimal):
         super().load(buckets, version)
 
 
-def test_a_version_that_waited_behind_a_call_that_could_not_be_ended_is_not_loaded_after_a_newer_one(
+def test_a_version_queued_behind_an_unstoppable_call_is_not_loaded_after_a_newer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "PATIENCE", 0.1)
@@ -552,7 +550,7 @@ class StuckInABucket(Minimal):
 
 
 @pytest.mark.parametrize("newer", ["open", "closed"])
-def test_a_call_that_could_not_be_ended_loads_no_more_of_its_version_beside_a_newer_link(
+def test_an_unstoppable_call_loads_no_more_of_its_version_once_a_newer_link_was_made(
     newer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rest of its tensors must not overwrite those of the newer version, which has been acked."""
@@ -575,7 +573,7 @@ def test_a_call_that_could_not_be_ended_loads_no_more_of_its_version_beside_a_ne
     assert "a link was closed while a version was loaded" in caplog.text
 
 
-def test_a_call_that_could_not_be_ended_loads_its_whole_version_if_no_newer_link_has_the_engine(
+def test_an_unstoppable_call_loads_its_whole_version_if_no_newer_link_has_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "PATIENCE", 0.1)
@@ -589,21 +587,21 @@ def test_a_call_that_could_not_be_ended_loads_its_whole_version_if_no_newer_link
     assert engine.held.keys() == small(1.0).state_dict().keys()
 
 
-class AsyncOwn(Own):
+class AsyncCustomEngine(CustomEngine):
     async def load(self, buckets: Any, version: str) -> None:
         """Never awaited."""
 
 
-def test_an_adapter_of_ones_own_that_is_asynchronous_is_refused_and_what_it_returns_never_acked() -> None:
-    with pytest.raises(ConfigurationError, match=r"load\(\) of AsyncOwn is async"):
-        scheme_with(AsyncOwn(), small(1.0))
-    with scheme_with(Own(), small(1.0)) as scheme:
+def test_a_custom_async_adapter_is_refused_and_a_returned_awaitable_is_never_acked() -> None:
+    with pytest.raises(ConfigurationError, match=r"load\(\) of AsyncCustomEngine is async"):
+        scheme_with(AsyncCustomEngine(), small(1.0))
+    with scheme_with(CustomEngine(), small(1.0)) as scheme:
         outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
     assert outcome.kind is OutcomeKind.LOST
     assert "load() returned an awaitable" in outcome.reason
 
 
-def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: EngineServer) -> None:
+def test_a_carrier_whose_send_returned_an_awaitable_has_failed(server: EngineServer) -> None:
     carrier = Beside(server)
     vars(carrier)["send"] = lambda _: never()
     with scheme_with(VLLMEngine(Handle(), carrier), small(1.0)) as scheme:
@@ -616,7 +614,7 @@ def test_a_carrier_whose_send_returned_something_to_await_has_failed(server: Eng
 
 
 @pytest.mark.parametrize("pause", ["retract", "abort", "in_place", None])
-def test_sglang_is_told_to_forget_what_old_weights_computed(pause: str | None, server: EngineServer) -> None:
+def test_sglangs_prefix_cache_is_flushed_in_every_pause_mode(pause: str | None, server: EngineServer) -> None:
     with scheme_with(SGLangEngine(server.url, pause=pause), small(1.0)) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
     paused, resumed = (["pause_generation"], ["continue_generation"]) if pause else ([], [])
@@ -633,7 +631,7 @@ def test_sglang_is_told_to_forget_what_old_weights_computed(pause: str | None, s
         ("abort", 400, OutcomeKind.LOST),
     ],
 )
-def test_requests_that_keep_sglang_from_forgetting_are_logged_unless_they_were_ended(
+def test_requests_that_keep_sglang_from_flushing_its_cache_are_logged_unless_aborted(
     pause: str | None, status: int, kind: OutcomeKind, server: EngineServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.plan["flush_cache"] = [status]
@@ -643,7 +641,7 @@ def test_requests_that_keep_sglang_from_forgetting_are_logged_unless_they_were_e
     assert not (server.paused and kind is OutcomeKind.APPLIED)
 
 
-def test_the_buckets_of_all_of_sglangs_ranks_together_are_of_bounded_size(server: EngineServer) -> None:
+def test_the_buckets_of_all_sglang_ranks_together_have_a_bounded_size(server: EngineServer) -> None:
     source = large(1.0)
     with scheme_with(SGLangEngine(server.url, tp_size=4, bucket_bytes=400_000), source) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
@@ -659,7 +657,7 @@ def test_sglang_keeps_its_cache_if_asked_to(server: EngineServer) -> None:
 
 
 @pytest.mark.parametrize(("kind", "turns_away"), [("vllm", "start_weight_update"), ("sglang", KINDS["sglang"][1])])
-def test_an_engine_that_turns_a_version_away_and_stays_paused_is_lost(
+def test_an_engine_that_rejects_a_version_and_does_not_resume_is_lost(
     kind: str, turns_away: str, server: EngineServer
 ) -> None:
     make, resume = KINDS[kind][0], {"vllm": "resume", "sglang": "continue_generation"}[kind]
@@ -673,7 +671,9 @@ def test_an_engine_that_turns_a_version_away_and_stays_paused_is_lost(
 
 
 @pytest.mark.parametrize(("kind", "fails"), [("vllm", "finish_weight_update"), ("sglang", KINDS["sglang"][1])])
-def test_an_engine_that_was_not_paused_is_not_said_to_stay_so(kind: str, fails: str, server: EngineServer) -> None:
+def test_a_failed_engine_that_was_not_paused_is_reported_as_not_paused(
+    kind: str, fails: str, server: EngineServer
+) -> None:
     server.plan[fails] = [500]
     with scheme_with(KINDS[kind][0](server.url, pause=None), small(1.0)) as scheme:
         outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
@@ -682,14 +682,14 @@ def test_an_engine_that_was_not_paused_is_not_said_to_stay_so(kind: str, fails: 
     assert "may hold parts of two versions, and was not paused: POST" in outcome.reason
 
 
-def test_an_engine_that_is_not_to_be_paused_is_not(server: EngineServer) -> None:
+def test_an_engine_with_pause_none_is_neither_paused_nor_resumed(server: EngineServer) -> None:
     for engine in (SGLangEngine(server.url, pause=None), VLLMEngine(server.url, Inline(), pause=None)):
         with scheme_with(engine, small(1.0)) as scheme:
             scheme.get_sender().send(timeout=PATIENCE)
     assert not [call for call in server.calls if "pause" in call or "resume" in call or "continue" in call]
 
 
-def test_a_carrier_brings_sglang_its_tensors_too(server: EngineServer) -> None:
+def test_a_carrier_transfers_the_tensors_to_sglang(server: EngineServer) -> None:
     carrier, source = Beside(server), large(1.0)
     with scheme_with(SGLangEngine(server.url, carrier, bucket_bytes=100_000), source) as scheme:
         scheme.get_sender().send(timeout=PATIENCE)
@@ -758,7 +758,7 @@ def test_unusable_arguments_are_refused(make: Callable[[], Any], match: str) -> 
 
 @pytest.mark.parametrize("value", ["Bearer s3cret\n", "Bearer s3cret\r\nHost: b", "s3cret \u20ac", b"s3cret", None])
 @pytest.mark.parametrize("make", [SGLangEngine, lambda url, **options: VLLMEngine(url, Inline(), **options)])
-def test_a_header_that_cannot_be_sent_is_refused_without_its_value(make: Callable[..., Any], value: Any) -> None:
+def test_the_error_for_an_unsendable_header_does_not_show_its_value(make: Callable[..., Any], value: Any) -> None:
     with pytest.raises(ConfigurationError, match="headers= has 'Authorization', whose value") as caught:
         make("http://localhost:1", headers={"Authorization": value})
     assert "s3cret" not in "".join(traceback.format_exception(caught.value))
@@ -766,13 +766,15 @@ def test_a_header_that_cannot_be_sent_is_refused_without_its_value(make: Callabl
 
 @pytest.mark.parametrize("url", ["http://a:s3cret@b:1", "http://b:1/engine?key=s3cret", "http://b:1/#s3cret"])
 @pytest.mark.parametrize("make", [SGLangEngine, lambda url: VLLMEngine(url, Inline())])
-def test_a_url_with_what_would_not_be_sent_is_refused_without_it(make: Callable[..., Any], url: str) -> None:
+def test_the_error_for_a_url_with_a_user_a_query_or_a_fragment_does_not_show_them(
+    make: Callable[..., Any], url: str
+) -> None:
     with pytest.raises(ConfigurationError, match="which is sent nowhere: pass") as caught:
         make(url)
     assert "s3cret" not in str(caught.value)
 
 
-def test_only_the_name_of_a_header_is_a_name() -> None:
+def test_invalid_header_names_are_refused() -> None:
     for name in ("a b", "a:", "", 3):
         with pytest.raises(ConfigurationError, match="is not the name of an HTTP header"):
             SGLangEngine("http://localhost:1", headers={name: "1"})  # type: ignore[dict-item]
@@ -788,14 +790,14 @@ def test_only_the_name_of_a_header_is_a_name() -> None:
         lambda nbytes: SGLangEngine("http://localhost:1", bucket_bytes=nbytes),
     ],
 )
-def test_a_bucket_that_is_not_a_number_of_bytes_is_refused(make: Callable[[Any], Any], nbytes: Any) -> None:
+def test_a_bucket_size_that_is_not_a_positive_int_is_refused(make: Callable[[Any], Any], nbytes: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"^bucket_bytes= is {nbytes!r}: give a number of bytes as an int, 1 or more\.$"
     ):
         make(nbytes)
 
 
-def test_buckets_hold_as_much_as_they_may() -> None:
+def test_buckets_are_filled_to_the_limit_and_a_larger_tensor_gets_its_own() -> None:
     weights = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (3, 3, 4, 20, 1)]
     found = [[name for name, _ in bucket] for bucket in bucketed(iter(weights), 6)]
     assert found == [["3", "3"], ["4"], ["20"], ["1"]]

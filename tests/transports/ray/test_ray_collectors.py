@@ -78,7 +78,7 @@ def served(scheme: Any) -> list[int]:
     return [entry.served for entry in scheme.get_sender().workers.values()]
 
 
-def test_workers_act_by_weights_of_every_form_as_each_update_returns(collector: Callable[..., Any]) -> None:
+def test_workers_act_with_weights_of_every_form_once_the_update_returns(collector: Callable[..., Any]) -> None:
     made, scheme = policy(0), RayWeightSyncScheme()
     running = collector(policy=made, weight_sync_schemes={"policy": scheme})
     running.update_policy_weights_()
@@ -98,7 +98,7 @@ def test_workers_act_by_weights_of_every_form_as_each_update_returns(collector: 
     assert acted(batches) == [{1}, {1}]
 
 
-def test_workers_that_make_their_policies_are_given_weights_together_or_each_its_own(
+def test_workers_with_policy_factories_get_the_same_or_separate_weights(
     collector: Callable[..., Any],
 ) -> None:
     scheme = RayWeightSyncScheme("tensordict")
@@ -116,7 +116,7 @@ def test_workers_that_make_their_policies_are_given_weights_together_or_each_its
     assert acted(batches) == [{0}, {0}]
 
 
-def test_a_policy_without_weights_has_versions_and_acks_as_any_other(collector: Callable[..., Any]) -> None:
+def test_a_policy_without_weights_also_gets_versions_and_acks(collector: Callable[..., Any]) -> None:
     """The actor's own method would raise, since the policy has no weights."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=random_policy(), weight_sync_schemes={"policy": scheme})
@@ -131,7 +131,7 @@ def test_a_policy_without_weights_has_versions_and_acks_as_any_other(collector: 
     assert next(batches).numel() == FRAMES
 
 
-def test_a_workers_own_workers_act_by_what_was_sent(collector: Callable[..., Any]) -> None:
+def test_the_workers_of_a_remote_multi_collector_act_with_the_sent_weights(collector: Callable[..., Any]) -> None:
     running = collector(
         workers=1,
         policy_factory=functools.partial(policy, 0),
@@ -146,7 +146,7 @@ def test_a_workers_own_workers_act_by_what_was_sent(collector: Callable[..., Any
     assert acted(batches) == [{1}]
 
 
-def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Callable[..., Any]) -> None:
+def test_actors_survive_a_failed_first_update_and_goodbyes(collector: Callable[..., Any]) -> None:
     """Ray ends the process of a TorchRL collector's actor if anything raises in it."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})
@@ -160,7 +160,7 @@ def test_actors_outlive_a_first_update_that_failed_and_goodbyes(collector: Calla
     assert acted(iter(running)) == [{1}, {1}]
 
 
-def test_a_first_update_that_failed_for_a_dead_actor_is_made_without_it(collector: Callable[..., Any]) -> None:
+def test_a_first_update_that_failed_succeeds_once_the_dead_actor_is_removed(collector: Callable[..., Any]) -> None:
     """The recipe of docs/migrating.md: remove the dead actor from TorchRL's list as well, since TorchRL calls it."""
     scheme = RayWeightSyncScheme()
     running = collector(policy=policy(0), weight_sync_schemes={"policy": scheme})

@@ -55,7 +55,7 @@ def actor(cluster: Any) -> Iterator[Any]:
     ray.kill(made)
 
 
-def test_an_engine_in_an_actor_is_driven_and_each_of_its_ends_is_typed(actor: Any) -> None:
+def test_an_engine_in_an_actor_is_called_in_order_and_each_failure_has_its_outcome(actor: Any) -> None:
     source = small(1.0)
     with EngineWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", engines=[VLLMEngine(actor, Inline())], model=source)
@@ -82,7 +82,7 @@ def test_an_engine_in_an_actor_is_driven_and_each_of_its_ends_is_typed(actor: An
         assert outcome().kind is OutcomeKind.LOST
 
 
-def test_an_actor_that_dies_is_lost(actor: Any) -> None:
+def test_an_engine_whose_actor_dies_is_lost(actor: Any) -> None:
     with EngineWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", engines=[VLLMEngine(actor, Inline())], model=small(1.0))
         scheme.get_sender().send(timeout=PATIENCE)

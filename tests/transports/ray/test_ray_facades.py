@@ -47,7 +47,7 @@ def test_ray_transport_sends_to_a_plain_collector(plain: Any) -> None:
         assert transport.receive_weights() is None
 
 
-def test_ray_transports_of_either_generation_reach_an_actor_of_ours(setups: list[Any]) -> None:
+def test_ray_transport_of_generation_b_sends_to_an_actor_with_a_receiver(setups: list[Any]) -> None:
     with RayTransport(remote_actor=setups[0], worker_idx=0, backend="gloo") as transport:
         transport.setup_connection_and_weights_on_sender()
         report = transport.send_weights(weights(5.0))
@@ -56,7 +56,7 @@ def test_ray_transports_of_either_generation_reach_an_actor_of_ours(setups: list
     assert get(setups[0].shows.remote()) == {5.0}
 
 
-def test_wait_ack_looks_at_what_became_of_the_call(plain: Any) -> None:
+def test_wait_ack_raises_if_the_call_has_failed(plain: Any) -> None:
     """Fault 12: TorchRL counts a collector that raised as updated."""
     get(plain.do.remote(lambda actor: actor.kept.update({"raise": True})))
     with RayTransport(plain) as transport:
@@ -78,7 +78,7 @@ def _shown(module: Any) -> set[float]:
 
 
 @pytest.mark.parametrize("update_method", ["tensordict", "state_dict"])
-def test_ray_actor_transport_calls_the_method_that_was_named(module: Any, update_method: str) -> None:
+def test_ray_actor_transport_calls_the_given_update_method(module: Any, update_method: str) -> None:
     fill = float(len(update_method))
     with RayActorTransport(update_method=update_method) as transport:
         assert not transport.check_connection()
@@ -91,12 +91,12 @@ def test_ray_actor_transport_calls_the_method_that_was_named(module: Any, update
     assert _shown(module) == {fill}
 
 
-def test_ray_actor_transport_refuses_another_method(cluster: Any) -> None:
+def test_ray_actor_transport_refuses_an_unknown_update_method(cluster: Any) -> None:
     with pytest.raises(ValueError, match="state_dict"):
         RayActorTransport(update_method="telepathy")
 
 
-def test_create_transport_gives_torchrls_transport(plain: Any) -> None:
+def test_create_transport_sends_to_its_actor_and_refuses_to_send_without_one(plain: Any) -> None:
     with RayWeightSyncScheme().create_transport(plain) as transport:
         assert transport.send_weights(weights(7.0)).ok
     with RayWeightSyncScheme().create_transport() as transport, pytest.raises(ConfigurationError):
@@ -111,7 +111,7 @@ WAYS = ["context", "handle", "actor_refs", "set_transform", "path", "path to the
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_the_module_scheme_finds_its_one_actor(module: Any, how: str) -> None:
+def test_the_module_scheme_finds_its_actor_in_each_way(module: Any, how: str) -> None:
     transform = SimpleNamespace(_actor=module)
     contexts = {
         "context": transform,
@@ -146,7 +146,7 @@ def context_with(transform: Any, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(env=SimpleNamespace(transform=[transform]), **more)
 
 
-def test_another_transform_comes_too_late_once_the_actor_is_found(module: Any, plain: Any) -> None:
+def test_another_transform_is_refused_once_the_actor_is_found(module: Any, plain: Any) -> None:
     with RayModuleTransformScheme() as scheme:
         scheme.set_transform(SimpleNamespace(_actor=module))
         scheme.init_on_sender("module", model=small(6.0))
@@ -163,7 +163,7 @@ def test_another_transform_comes_too_late_once_the_actor_is_found(module: Any, p
         assert _shown(module) == {6.0}
 
 
-def test_a_path_to_an_actor_is_no_source_of_weights(module: Any) -> None:
+def test_a_model_path_to_an_actor_is_not_a_source_of_weights(module: Any) -> None:
     context = context_with(SimpleNamespace(_actor=module), actor_refs=[module])
     with RayModuleTransformScheme() as scheme:
         scheme.init_on_sender(PATH, context)
@@ -175,9 +175,9 @@ def test_a_path_to_an_actor_is_no_source_of_weights(module: Any) -> None:
     assert _shown(module) == {4.0}
 
 
-def test_a_module_at_the_path_is_what_is_sent(module: Any) -> None:
+def test_a_local_module_at_the_model_path_is_sent(module: Any) -> None:
     """A local transform has the methods of a remote one, but is no actor."""
-    context = context_with(Local(small(2.0)), actor_refs=[module])
+    context = context_with(LocalTransform(small(2.0)), actor_refs=[module])
     with RayModuleTransformScheme() as scheme:
         scheme.init_on_sender(f"{PATH}.module", context)
         assert scheme.get_sender().send(timeout=PATIENCE).ok
@@ -185,7 +185,7 @@ def test_a_module_at_the_path_is_what_is_sent(module: Any) -> None:
     assert _shown(module) == {2.0}
 
 
-class Local:
+class LocalTransform:
     """A transform in this process, like TorchRL's ``ModuleTransform``."""
 
     def __init__(self, module: Any) -> None:
@@ -202,7 +202,7 @@ def test_the_module_schemes_transport_calls_the_actors_own_methods(module: Any) 
             assert _shown(module) == {fill}
 
 
-def test_the_module_scheme_wants_one_actor(setups: list[Any]) -> None:
+def test_the_module_scheme_requires_exactly_one_actor(setups: list[Any]) -> None:
     with RayModuleTransformScheme() as scheme:
         scheme.init_on_sender("module", model=small(), actor_refs=setups)
         with pytest.raises(ValueError, match="2 actors"):
@@ -221,7 +221,9 @@ def test_the_module_scheme_wants_one_actor(setups: list[Any]) -> None:
     ],
     ids=["params_map", "device_map_fn"],
 )
-def test_the_modules_first_weights_may_be_given_for_the_one_actor(module: Any, given: dict[str, Any]) -> None:
+def test_the_initial_weights_of_the_module_scheme_may_be_given_for_its_actor(
+    module: Any, given: dict[str, Any]
+) -> None:
     with RayModuleTransformScheme() as scheme:
         scheme.init_on_sender("module", actor_refs=[module], **given)
         scheme.connect(timeout=PATIENCE)
@@ -239,7 +241,7 @@ def _as_transform(actor: Any) -> str:
     return type(actor.kept["scheme"].get_receiver()).__name__
 
 
-def test_the_modules_receiver_lives_in_the_actor(setups: list[Any]) -> None:
+def test_the_receiver_of_the_module_scheme_runs_in_the_actor(setups: list[Any]) -> None:
     assert get(setups[0].do.remote(_as_transform)) == RayModuleTransformReceiver.__name__
     with RayModuleTransformScheme() as scheme:
         scheme.init_on_sender("transform_module", SimpleNamespace(_actor=setups[0]), model=small(9.0))

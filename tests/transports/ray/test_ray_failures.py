@@ -74,7 +74,7 @@ class SlowToRestart:
 
 
 @pytest.mark.parametrize("kind", [WorkerSetup, Plain])
-def test_an_actor_that_ray_restarts_is_waited_for_once_it_is_added_again(
+def test_an_actor_that_ray_is_restarting_is_waited_for_after_it_is_added_again(
     kind: type, trainer: Any, cluster: Any, tmp_path: Path
 ) -> None:
     restarting = ray.remote(num_cpus=0, max_restarts=1)(type("Restarting", (SlowToRestart, kind), {}))
@@ -114,7 +114,7 @@ def lost_object(cluster: Any) -> Any:
 
 
 @pytest.mark.usefixtures("through_store")
-def test_a_lost_payload_is_a_refusal_and_the_link_goes_on(
+def test_a_payload_lost_from_the_object_store_is_a_refusal_and_the_link_stays_up(
     setups: list[Any], plain: Any, trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = trainer([setups[0], plain], small(1.0))
@@ -164,7 +164,7 @@ class Reference:
     """A stand-in for Ray's references, which do not support weak references."""
 
 
-def test_a_store_with_room_for_one_version_takes_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_version_is_put_only_after_the_former_one_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: weakref.WeakSet[Reference] = weakref.WeakSet()
     beside: list[int] = []
 
@@ -186,11 +186,11 @@ def test_a_store_with_room_for_one_version_takes_one_after_another(monkeypatch: 
 
 
 @pytest.mark.timeout(300)
-def test_a_node_killed_mid_send_and_mid_push_loses_its_workers_only() -> None:
+def test_a_node_killed_during_a_send_and_a_push_loses_only_its_workers() -> None:
     alone("ray_nodes", "node_killed")
 
 
-def test_a_threaded_actor_waits_until_nobody_serves(fresh: Any, trainer: Any) -> None:
+def test_a_threaded_actor_applies_a_version_only_once_no_thread_is_serving(fresh: Any, trainer: Any) -> None:
     threads = fresh["threads"]
     sender = trainer([threads], small(1.0))
     sender.send(timeout=PATIENCE)
@@ -252,7 +252,7 @@ def test_g3_threads_that_act_without_a_pause_see_whole_versions_and_starve_no_up
     ray.kill(threads)
 
 
-def test_calls_of_a_threaded_actor_are_put_in_order(fresh: Any, trainer: Any) -> None:
+def test_calls_of_a_threaded_actor_are_delivered_in_order(fresh: Any, trainer: Any) -> None:
     sender = trainer([fresh["threads"]], small(0.0))
     for version in range(1, 20):
         sender.send_async(small(float(version)), on_pending="supersede")
@@ -261,7 +261,7 @@ def test_calls_of_a_threaded_actor_are_put_in_order(fresh: Any, trainer: Any) ->
     assert get(fresh["threads"].shows.remote()) == {19.0}
 
 
-def test_an_async_actor_applies_between_two_awaits(fresh: Any, trainer: Any) -> None:
+def test_an_async_actor_applies_between_awaits_and_is_lost_if_serving_spans_one(fresh: Any, trainer: Any) -> None:
     loop = fresh["loop"]
     sender = trainer([loop], small(1.0))
 
@@ -276,7 +276,7 @@ def test_an_async_actor_applies_between_two_awaits(fresh: Any, trainer: Any) -> 
     assert get(loop.shows.remote()) == {1.0}
 
 
-class Executing(WeightSyncActor):
+class AsyncActorWithExecutor(WeightSyncActor):
     """An async actor whose forwards run in executor threads."""
 
     def __init__(self) -> None:
@@ -298,13 +298,13 @@ class Executing(WeightSyncActor):
 
 
 @pytest.mark.parametrize(("seconds", "threads", "versions"), [(0.02, 2, 10), (2.5, 1, 2)])
-def test_g3_no_version_goes_live_amid_a_forward_of_an_async_actors_other_threads(
+def test_g3_no_version_goes_live_during_a_forward_in_another_thread_of_an_async_actor(
     seconds: float, threads: int, versions: int, cluster: Any, trainer: Any
 ) -> None:
-    actor = ray.remote(num_cpus=0)(Executing).remote()
+    actor = ray.remote(num_cpus=0)(AsyncActorWithExecutor).remote()
     sender = trainer([actor], Slow(1.0))
     sender.send(timeout=PATIENCE)
-    get(actor.__ray_call__.remote(_takes, seconds))
+    get(actor.__ray_call__.remote(_set_pause, seconds))
     acting = [actor.act.remote() for _ in range(threads)]
     get(actor.has_begun.remote())
 
@@ -316,7 +316,7 @@ def test_g3_no_version_goes_live_amid_a_forward_of_an_async_actors_other_threads
     ray.kill(actor)
 
 
-def _takes(actor: Any, seconds: float) -> None:
+def _set_pause(actor: Any, seconds: float) -> None:
     actor.policy.seconds = seconds
 
 
@@ -347,7 +347,7 @@ PROGRAM = """
 """
 
 
-def test_ray_shut_down_under_a_send_loses_everybody_and_hangs_nobody(cluster: Any) -> None:
+def test_shutting_down_ray_during_a_send_loses_the_workers_and_does_not_hang(cluster: Any) -> None:
     """The trainer is another process, whose connection the actor outlives."""
     setup = ray.remote(num_cpus=0)(WorkerSetup).options(name="outlives").remote()
     done = subprocess.run(
@@ -370,7 +370,9 @@ def _namespace() -> str:
     return str(ray.get_runtime_context().namespace)
 
 
-def test_without_ray_a_session_is_refused(setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_without_a_ray_session_reports_the_workers_lost(
+    setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender = trainer(setups[:1], small(1.0))
     with monkeypatch.context() as patched:
         patched.setattr(ray, "is_initialized", lambda: False)
@@ -383,7 +385,9 @@ def test_without_ray_a_session_is_refused(setups: list[Any], trainer: Any, monke
     assert "Ray" in report[0].reason
 
 
-def test_calls_end_with_ray_although_its_own_futures_do_not(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_fail_when_ray_shuts_down_although_their_futures_stay_open(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     call: Future[Any] = Future()
 

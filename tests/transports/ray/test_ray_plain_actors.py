@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_fleet import PATIENCE, Bench, Collector, Stranger, init_by_hand, ray, small
+from ray_fleet import PATIENCE, BareActor, Bench, Collector, init_by_hand, ray, small
 from tensordict import TensorDict
 
 from weightsync import (
@@ -27,7 +27,7 @@ def get(ref: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def actors(cluster: Any) -> dict[str, Any]:
-    return {kind.__name__: ray.remote(num_cpus=0)(kind).remote() for kind in (Collector, Stranger)}
+    return {kind.__name__: ray.remote(num_cpus=0)(kind).remote() for kind in (Collector, BareActor)}
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def collector(actors: dict[str, Any]) -> Any:
 
 
 @pytest.fixture
-def stranger(actors: dict[str, Any]) -> Any:
-    get(actors["Stranger"].start_over.remote())
-    return actors["Stranger"]
+def bare_actor(actors: dict[str, Any]) -> Any:
+    get(actors["BareActor"].start_over.remote())
+    return actors["BareActor"]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def stranger(actors: dict[str, Any]) -> Any:
         pytest.param(None, "an ObjectRef, the result of a call, not an actor: .*handle", id="ObjectRef"),
     ],
 )
-def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, said: str) -> None:
+def test_an_object_that_is_not_an_actor_is_refused_with_a_hint(given: Any, said: str) -> None:
     given = given or ray.ObjectRef.nil()
     with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=f"worker 0 is {said}"):
         scheme.init_on_sender("policy", remote_collectors=[given], model=small(1.0))
@@ -64,12 +64,12 @@ def test_what_is_no_actor_is_refused_with_what_to_give(given: Any, said: str) ->
         ("eve", r"worker 0 is the str 'eve', not an actor: .*ray.get_actor\('eve'\)"),
     ],
 )
-def test_what_is_no_list_of_actors_is_refused_with_what_to_give(given: Any, said: str) -> None:
+def test_remote_collectors_that_is_not_a_list_of_actors_is_refused_with_a_hint(given: Any, said: str) -> None:
     with RayWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=said):
         scheme.init_on_sender("policy", remote_collectors=given, model=small(1.0))
 
 
-def test_an_actor_that_is_given_twice_is_refused_also_by_two_handles(collector: Any) -> None:
+def test_the_same_actor_given_by_two_handles_is_refused(collector: Any) -> None:
     again = get(ray.put(collector))
     with (
         RayWeightSyncScheme() as scheme,
@@ -79,7 +79,7 @@ def test_an_actor_that_is_given_twice_is_refused_also_by_two_handles(collector: 
     assert again is not collector
 
 
-def test_nor_may_it_be_given_once_as_it_is_and_once_behind_an_object(collector: Any) -> None:
+def test_the_same_actor_given_directly_and_wrapped_is_refused(collector: Any) -> None:
     behind = SimpleNamespace(_actor=collector)
     with (
         RayWeightSyncScheme() as scheme,
@@ -89,7 +89,7 @@ def test_nor_may_it_be_given_once_as_it_is_and_once_behind_an_object(collector: 
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(
+def test_an_actors_method_like_that_of_torchrls_collectors_gets_a_tensordict(
     collector: Any, trainer: Any, strategy: str
 ) -> None:
     sender = trainer([collector], small(1.0), strategy=strategy)
@@ -98,7 +98,7 @@ def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(
         assert get(collector.shows.remote()) == {fill}
 
 
-def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
+def test_ray_transport_passes_a_tensordict_to_a_method_like_that_of_torchrls_collectors(collector: Any) -> None:
     with RayTransport(collector) as transport:
         assert transport.send_weights("policy", dict(small(4.0).state_dict())).ok
 
@@ -106,7 +106,7 @@ def test_torchrls_transport_gives_it_a_tensordict_too(collector: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["update_policy_weights_", "anything_else"])
-def test_a_ray_client_sends_to_no_actor_without_our_class_and_says_what_to_do(method: str) -> None:
+def test_over_ray_client_an_actor_without_the_mixin_is_refused_with_a_hint(method: str) -> None:
     """A send would deadlock: it would wait for the object store in the thread that receives the store's answer."""
     call = SimpleNamespace(remote=None)
     kind = type("ClientActorHandle", (), {"__module__": "ray.util.client.common", method: call, "__ray_call__": call})
@@ -138,13 +138,11 @@ BY_NAME, AS_FIRST = ((), {"policy_or_weights": "weights"}), (("weights",), {})
         (lambda *anything: None, AS_FIRST),
     ],
 )
-def test_weights_are_given_by_the_parameters_name_or_as_the_first_argument(function: Any, given: Any) -> None:
+def test_weights_are_passed_by_the_parameters_name_or_as_the_first_argument(function: Any, given: Any) -> None:
     assert ray_actors._calling("update_policy_weights_", Method(function))("weights") == given
 
 
-def test_the_end_of_a_call_is_awaited_also_if_the_method_is_declared_without_a_result(
-    cluster: Any, trainer: Any
-) -> None:
+def test_a_call_is_awaited_even_if_its_method_is_declared_without_a_result(cluster: Any, trainer: Any) -> None:
     """Ray returns nothing to wait for, unless the caller asks for one result."""
 
     class Silent(Bench):
@@ -163,25 +161,25 @@ def test_the_end_of_a_call_is_awaited_also_if_the_method_is_declared_without_a_r
 
 
 @pytest.mark.parametrize("how", ["model", "context"])
-def test_a_scheme_that_was_initialised_in_any_actor_answers(stranger: Any, trainer: Any, how: str) -> None:
-    get(stranger.do.remote(init_by_hand, how))
-    sender = trainer([stranger], small(1.0))
+def test_a_scheme_initialised_in_an_actor_without_the_mixin_answers(bare_actor: Any, trainer: Any, how: str) -> None:
+    get(bare_actor.do.remote(init_by_hand, how))
+    sender = trainer([bare_actor], small(1.0))
     for fill in (5.0, 6.0):
         report = sender.send(small(fill), timeout=PATIENCE)
 
         assert report[0].evidence is Evidence.ANSWER
-        assert get(stranger.shows.remote()) == {fill}
-    assert get(stranger.do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 2
+        assert get(bare_actor.shows.remote()) == {fill}
+    assert get(bare_actor.do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 2
 
 
-def test_it_is_preferred_to_the_actors_own_method(collector: Any, trainer: Any) -> None:
+def test_a_scheme_in_an_actor_is_preferred_to_the_actors_own_method(collector: Any, trainer: Any) -> None:
     get(collector.do.remote(init_by_hand, "model"))
 
     assert trainer([collector], small(7.0)).send(timeout=PATIENCE)[0].evidence is Evidence.ANSWER
     assert get(collector.shows.remote()) == {7.0}
 
 
-def test_a_torchrl_collectors_actors_are_asked_once_they_listen(collector: Any) -> None:
+def test_actors_that_initialise_their_scheme_after_init_on_sender_answer(collector: Any) -> None:
     """TorchRL's collector initialises the scheme in its actors only after `init_on_sender`."""
     context = SimpleNamespace(_weight_sync_schemes={}, remote_collectors=[collector])
     with RayWeightSyncScheme() as scheme:
@@ -193,6 +191,6 @@ def test_a_torchrl_collectors_actors_are_asked_once_they_listen(collector: Any) 
     assert get(collector.shows.remote()) == {2.0}
 
 
-def test_an_actor_with_neither_is_lost_and_it_is_said_what_it_lacks(stranger: Any, trainer: Any) -> None:
+def test_an_actor_with_neither_a_scheme_nor_a_method_is_lost_with_a_hint(bare_actor: Any, trainer: Any) -> None:
     with pytest.raises(WorkerLostError, match="initialise a RayWeightSyncScheme in it"):
-        trainer([stranger], small(1.0)).send(timeout=PATIENCE)
+        trainer([bare_actor], small(1.0)).send(timeout=PATIENCE)

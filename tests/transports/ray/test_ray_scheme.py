@@ -46,7 +46,7 @@ def get(ref: Any) -> Any:
     return ray.get(ref, timeout=PATIENCE)
 
 
-def test_actors_with_the_mixin_answer_and_serve_what_was_sent(setups: list[Any], trainer: Any) -> None:
+def test_actors_with_the_mixin_answer_and_serve_the_sent_weights(setups: list[Any], trainer: Any) -> None:
     sender = trainer(setups, small(3.0))
 
     report = sender.send(timeout=PATIENCE)
@@ -86,11 +86,11 @@ def _until(condition: Any) -> None:
         if condition():
             return
         time.sleep(0.02)
-    raise AssertionError("it did not come about")
+    raise AssertionError("the condition did not hold in time")
 
 
 @pytest.mark.usefixtures("through_store")
-def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer: Any) -> None:
+def test_closing_a_sender_releases_its_payload_in_the_object_store(setups: list[Any], trainer: Any) -> None:
     sender = trainer(setups, small(1.0))
     sender.send(timeout=PATIENCE)
     cache = sender._scheme._links._flat._cache
@@ -101,16 +101,16 @@ def test_a_row_of_the_store_is_let_go_with_its_sender(setups: list[Any], trainer
     assert len(cache._objects) == 0
 
 
-def _removed(sender: Any) -> None:
+def _remove_worker(sender: Any) -> None:
     sender.remove_worker(0)
     sender.send(timeout=PATIENCE)
 
 
-def _closed(sender: Any) -> None:
+def _close_sender(sender: Any) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize("leave", [_removed, _closed])
+@pytest.mark.parametrize("leave", [_remove_worker, _close_sender])
 def test_an_actor_that_left_is_not_kept_alive_by_its_former_scheme(setups: list[Any], trainer: Any, leave: Any) -> None:
     """Ray ends an actor when its last handle is gone."""
     handle = ray.get(ray.put(setups[0]))
@@ -127,7 +127,7 @@ def test_an_actor_that_left_is_not_kept_alive_by_its_former_scheme(setups: list[
     assert last() is None
 
 
-def test_small_payloads_go_with_the_call_and_large_ones_of_the_same_host_are_mapped(
+def test_small_payloads_travel_in_the_call_and_large_ones_on_the_same_host_are_mapped(
     setups: list[Any], trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get([setup.do.remote(set_policy, nn.Linear, 200, 200) for setup in setups])
@@ -145,7 +145,7 @@ def test_small_payloads_go_with_the_call_and_large_ones_of_the_same_host_are_map
     assert get(setups[0].shows.remote()) == {4.0}
 
 
-def test_an_actor_that_serves_the_version_already_takes_a_new_link(setups: list[Any], trainer: Any) -> None:
+def test_an_actor_that_already_serves_the_version_accepts_a_new_link(setups: list[Any], trainer: Any) -> None:
     """Over a new link the weights travel until it is answered; over the former one, the actor mapped them."""
     get(setups[0].do.remote(set_policy, nn.Linear, 200, 200))
     sender = trainer(setups[:1], nn.Linear(200, 200))
@@ -163,7 +163,7 @@ def _no_put(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.usefixtures("through_store")
-def test_the_payload_is_read_in_place(setups: list[Any], trainer: Any) -> None:
+def test_a_payload_in_the_object_store_is_read_in_place(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_note_payloads))
 
     trainer(setups[:1], nn.Linear(300, 300)).send(timeout=PATIENCE, on_failure="report")
@@ -189,9 +189,9 @@ def _note_payloads(actor: Any) -> None:
     actor_server.call = call
 
 
-def test_weights_of_every_dtype_arrive_bit_by_bit(setups: list[Any], trainer: Any) -> None:
-    weights = _zoo(7)
-    get(setups[0].do.remote(set_policy, _zoo, 0))
+def test_weights_of_every_dtype_arrive_bit_identical(setups: list[Any], trainer: Any) -> None:
+    weights = _weights_of_many_dtypes(7)
+    get(setups[0].do.remote(set_policy, _weights_of_many_dtypes, 0))
 
     trainer(setups[:1]).send(weights, timeout=PATIENCE)
 
@@ -203,7 +203,7 @@ def _bits(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
     return {name: (str(tensor.dtype), bytes(bits_of(tensor).tolist())) for name, tensor in weights.items()}
 
 
-def _zoo(seed: int) -> dict[str, torch.Tensor]:
+def _weights_of_many_dtypes(seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     made: dict[str, torch.Tensor] = {
         str(dtype).removeprefix("torch."): torch.randn(5, 3).to(dtype)
@@ -216,7 +216,7 @@ def _zoo(seed: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def test_strategy_decides_what_plain_actors_get(plain: Any, trainer: Any) -> None:
+def test_the_strategy_decides_the_form_of_the_weights_for_plain_actors(plain: Any, trainer: Any) -> None:
     for strategy, type_name, fill in (("state_dict", "dict", 2.0), ("tensordict", "TensorDict", 4.0)):
         report = trainer([plain], small(fill), strategy=strategy).send(timeout=PATIENCE)
 
@@ -268,7 +268,7 @@ def test_a_plain_actor_that_raises_stop_iteration_refuses_with_its_traceback(pla
     assert sender.send(timeout=PATIENCE).ok
 
 
-def test_one_sender_serves_both_kinds(plain: Any, setups: list[Any], trainer: Any) -> None:
+def test_one_sender_serves_actors_with_and_without_a_receiver(plain: Any, setups: list[Any], trainer: Any) -> None:
     report = trainer([setups[0], plain], small(6.0)).send(timeout=PATIENCE)
 
     assert [Evidence.ANSWER, Evidence.CALL] == [report[worker].evidence for worker in report]
@@ -296,7 +296,7 @@ def test_an_actor_may_initialise_its_own_scheme(setups: list[Any], trainer: Any,
     assert get(setups[0].do.remote(lambda actor: actor.kept["scheme"].get_receiver().version)) == 1
 
 
-def test_a_model_may_come_into_being_after_the_handshake(setups: list[Any], trainer: Any) -> None:
+def test_an_actor_may_create_its_model_after_the_handshake(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_without_model))
     sender = trainer(setups[:1], small(9.0), model_id="critic")
     get(setups[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
@@ -305,7 +305,7 @@ def test_a_model_may_come_into_being_after_the_handshake(setups: list[Any], trai
     assert get(setups[0].do.remote(lambda actor: constants(actor.critic.state_dict()))) == {9.0}
 
 
-def test_a_model_may_be_initialised_after_the_handshake(setups: list[Any], trainer: Any) -> None:
+def test_a_lazy_model_may_be_initialised_after_the_handshake(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(lambda actor: actor.__dict__.update(critic=nn.LazyLinear(3))))
     source = nn.Linear(4, 3)
     sender = trainer(setups[:1], source, model_id="critic")
@@ -320,7 +320,7 @@ def _without_model(actor: Any) -> None:
     actor.__dict__.pop("critic", None)
 
 
-def test_weights_for_a_model_that_is_not_there_are_a_loss_that_says_so(setups: list[Any], trainer: Any) -> None:
+def test_an_actor_without_the_model_is_lost_and_the_reason_names_the_model(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_without_model))
     sender = trainer(setups[:1], small(9.0), model_id="critic")
 
@@ -340,7 +340,7 @@ def _get_models_from(actor: Any, models: dict[str, nn.Module] | None) -> None:
         actor.get_model = models.__getitem__
 
 
-def test_what_an_actors_own_code_raises_is_named_with_its_type(setups: list[Any], trainer: Any) -> None:
+def test_an_error_in_an_actors_get_model_is_reported_with_its_type(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_get_models_from, {}))
 
     report = trainer(setups[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
@@ -355,7 +355,7 @@ def _ambiguous(actor: Any) -> None:
     actor.policy = actor.module = small()
 
 
-def test_another_models_weights_never_go_into_the_policy(setups: list[Any], trainer: Any) -> None:
+def test_weights_of_another_model_are_never_written_into_the_policy(setups: list[Any], trainer: Any) -> None:
     get(setups[0].do.remote(_ambiguous))
 
     report = trainer(setups[:1], small(9.0), model_id="critic").send(timeout=PATIENCE, on_failure="report")
@@ -375,7 +375,7 @@ def test_a_newer_sender_fences_an_older_one(setups: list[Any], trainer: Any) -> 
     assert get(setups[0].shows.remote()) == {2.0}
 
 
-def test_copies_carry_the_actors_and_owe_nothing(setups: list[Any], trainer: Any) -> None:
+def test_copies_keep_the_actors_and_have_no_outstanding_update(setups: list[Any], trainer: Any) -> None:
     sender = trainer(setups[:1], small(1.0))
     sender.send_async()
 
@@ -394,13 +394,13 @@ def test_copies_carry_the_actors_and_owe_nothing(setups: list[Any], trainer: Any
     assert travelled.strategy == "state_dict"
 
 
-def test_what_is_no_actor_is_refused_at_init(cluster: Any) -> None:
+def test_an_object_that_is_not_an_actor_is_refused_at_init(cluster: Any) -> None:
     with pytest.raises(ConfigurationError, match="WeightSyncActor"):
         RayWeightSyncScheme().init_on_sender("policy", remote_collectors=[SimpleNamespace()], model=small())
 
 
 @pytest.mark.parametrize("given", [{}, {"num_workers": 3}, {"num_collectors": 1}])
-def test_what_init_lacks_is_named(setups: list[Any], given: dict[str, Any]) -> None:
+def test_missing_actors_and_wrong_counts_are_named_by_init(setups: list[Any], given: dict[str, Any]) -> None:
     scheme, actors = RayWeightSyncScheme(), {"remote_collectors": setups} if given else {}
 
     with pytest.raises(ConfigurationError, match=r"remote_collectors|num_"):
@@ -422,14 +422,14 @@ def test_a_context_gives_what_is_not_given(setups: list[Any]) -> None:
     assert get(setups[1].shows.remote()) == {4.0}
 
 
-def test_nixl_says_at_construction_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_and_unknown_tensor_transports_raise_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="nixl"):
         RayWeightSyncScheme(tensor_transport="nixl")
     with pytest.raises(ValueError, match="object_store"):
         RayWeightSyncScheme(tensor_transport="carrier pigeon")
 
 
-def test_both_generations_construct() -> None:
+def test_the_constructor_takes_the_arguments_of_both_generations() -> None:
     assert RayWeightSyncScheme("tensordict", "nccl").strategy == "tensordict"
     assert RayWeightSyncScheme().strategy == "state_dict"
 
@@ -471,14 +471,14 @@ def test_generation_b_connects_and_sends(setups: list[Any]) -> None:
 # ------------------------------------------------------------------------------------ the actor server, without Ray
 
 
-def test_a_link_that_begins_in_the_middle_is_refused_at_once() -> None:
+def test_a_link_whose_first_call_is_missing_is_refused_at_once() -> None:
     actor_server = ray_server.ActorServer("policy")
 
     with pytest.raises(ConnectionError, match="restarted"):
         actor_server.call(_parcel(number=3), ())
 
 
-def test_a_threaded_actor_does_not_keep_a_call_of_a_link_that_it_does_not_know() -> None:
+def test_a_threaded_actor_answers_a_call_of_an_unknown_link_at_once() -> None:
     actor_server = ray_server.ActorServer("policy")
 
     with ThreadPoolExecutor(1) as thread:
@@ -493,7 +493,7 @@ def _parcel(number: int) -> Any:
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_waits_for_earlier_calls_only_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_server, "PATIENCE_FOR_ORDER", 0.1)
     actor_server = ray_server.ActorServer("policy")
     scheme = RayWeightSyncScheme()
@@ -512,7 +512,7 @@ def test_calls_wait_for_those_begun_before_them_only_so_long(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_a_serial_actor_sends_a_call_back_that_came_before_an_earlier_one() -> None:
+def test_a_serial_actor_returns_a_call_that_overtook_an_earlier_one() -> None:
     """A serial actor cannot run the earlier call while it waits; with a key, a handshake may follow an update."""
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
@@ -527,7 +527,7 @@ def test_a_serial_actor_sends_a_call_back_that_came_before_an_earlier_one() -> N
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_blocks_nothing() -> None:
+def test_on_an_event_loop_a_call_that_overtook_others_is_returned_without_blocking() -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
     actor_server = ray_server.actor_server_of("policy")
@@ -546,7 +546,7 @@ def test_a_call_that_overtook_others_on_an_event_loop_is_to_be_repeated_and_bloc
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
+def test_a_protocol_error_on_one_link_fails_no_call_of_another() -> None:
     """In a threaded actor, each call reads all links."""
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
@@ -566,7 +566,7 @@ def test_what_breaks_the_protocol_on_one_link_ends_no_call_of_another() -> None:
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_a_handshake_that_another_call_has_answered_meanwhile_returns_its_answer(
+def test_a_handshake_that_another_call_has_answered_meanwhile_returns_that_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     context, scheme = SimpleNamespace(), RayWeightSyncScheme()
@@ -599,7 +599,7 @@ class WithoutHooks(nn.Linear):
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_a_module_that_takes_no_hooks_is_warned_of_once_in_a_threaded_actor(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_without_hooks_is_warned_about_once_in_a_threaded_actor(caplog: pytest.LogCaptureFixture) -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=WithoutHooks(2, 2))
     actor_server = ray_server.actor_server_of("policy")
@@ -614,7 +614,7 @@ def test_a_module_that_takes_no_hooks_is_warned_of_once_in_a_threaded_actor(capl
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_calls_that_were_lost_are_not_waited_for() -> None:
+def test_lost_calls_are_not_waited_for() -> None:
     scheme = RayWeightSyncScheme()
     scheme.init_on_worker("policy", model=small())
     actor_server = ray_server.actor_server_of("policy")
@@ -629,15 +629,15 @@ def test_calls_that_were_lost_are_not_waited_for() -> None:
         ray_server._servers.clear()
 
 
-def _has_key(_: Any, key: str | None) -> None:
+def _set_key_in_environment(_: Any, key: str | None) -> None:
     os.environ.pop("WEIGHTSYNC_KEY", None)
     if key is not None:
         os.environ["WEIGHTSYNC_KEY"] = key
 
 
-def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(setups: list[Any], trainer: Any) -> None:
+def test_an_actor_with_a_key_accepts_weights_only_from_senders_with_that_key(setups: list[Any], trainer: Any) -> None:
     setup = setups[0]
-    ray.get(setup.do.remote(_has_key, "k"))
+    ray.get(setup.do.remote(_set_key_in_environment, "k"))
     try:
         sender = trainer([setup], small(1.0), key="k")
         assert sender.send(timeout=PATIENCE).version == 1
@@ -649,19 +649,19 @@ def test_an_actor_with_a_key_takes_weights_from_whoever_has_it_alone(setups: lis
         assert sender.send(small(2.0), timeout=PATIENCE).version == 2
         assert get(setup.shows.remote()) == {2.0}
     finally:
-        ray.get(setup.do.remote(_has_key, None))
+        ray.get(setup.do.remote(_set_key_in_environment, None))
 
 
-def _takes_key(actor: Any, key: str | None) -> str:
+def _set_weight_key(actor: Any, key: str | None) -> str:
     actor.weight_key = key
     return str(ray_server.own_actor())
 
 
-def test_an_actor_takes_its_key_from_its_class_and_transports_that_of_their_scheme(
+def test_an_actor_reads_its_key_from_weight_key_and_a_transport_from_its_scheme(
     setups: list[Any], trainer: Any
 ) -> None:
     setup = setups[0]
-    get(setup.do.remote(_takes_key, "k"))
+    get(setup.do.remote(_set_weight_key, "k"))
     try:
         assert trainer([setup], small(1.0), key="k").send(timeout=PATIENCE).ok
         with pytest.raises(WorkerLostError, match="has a key and this process has none"):
@@ -675,11 +675,11 @@ def test_an_actor_takes_its_key_from_its_class_and_transports_that_of_their_sche
 
         assert get(setup.shows.remote()) == {2.0}
     finally:
-        get(setup.do.remote(_takes_key, None))
+        get(setup.do.remote(_set_weight_key, None))
 
 
-def test_what_is_sealed_for_one_actor_is_believed_by_no_other(setups: list[Any]) -> None:
-    ours, other = get([setup.do.remote(_takes_key, "k") for setup in setups])
+def test_a_message_sealed_for_one_actor_is_rejected_by_another(setups: list[Any]) -> None:
+    ours, other = get([setup.do.remote(_set_weight_key, "k") for setup in setups])
     try:
         seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ours, "a" * 32), "the actor")
         call = ("policy", "a" * 32, 0, seal.frame(0, Hello(model_id="policy", incarnation=1), None), None, ())
@@ -690,11 +690,11 @@ def test_what_is_sealed_for_one_actor_is_believed_by_no_other(setups: list[Any])
         with pytest.raises(Challenged):
             seal.brought(get(setups[0]._weightsync_call.remote(*call)))
     finally:
-        get([setup.do.remote(_takes_key, None) for setup in setups])
+        get([setup.do.remote(_set_weight_key, None) for setup in setups])
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_a_strangers_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
+def test_an_unauthenticated_call_takes_no_answer_of_a_link_and_skips_none_of_its_calls() -> None:
     scheme = RayWeightSyncScheme(key="k")
     scheme.init_on_worker("policy", context=SimpleNamespace())  # without a model yet: the handshake stays unanswered
     actor_server = ray_server.actor_server_of("policy")

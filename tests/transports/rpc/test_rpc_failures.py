@@ -12,7 +12,6 @@ from rpc_fleet import (
     World,
     attempt,
     command,
-    depart,
     enter,
     listen,
     retire,
@@ -20,6 +19,7 @@ from rpc_fleet import (
     send_async,
     sender_state,
     shows,
+    shut_down_rpc,
     take,
     wait_async,
 )
@@ -68,7 +68,7 @@ def test_rpc_shut_down_in_the_trainer_loses_what_is_pending(short_lived: Make) -
     world.workers[0].do(listen)
     world.trainer.do(command, ["w0"])
     world.trainer.do(send_async, 2.0)
-    world.trainer.do(depart)
+    world.trainer.do(shut_down_rpc)
     error = world.trainer.do(attempt, wait_async)
     later = world.trainer.do(attempt, send, 3.0)
 
@@ -85,7 +85,7 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
         trainer.do(send_async, 2.0)
         assert world.workers[1].do(take)
         world.workers[0].do(awaits_an_update)
-        world.workers[0].do(depart)
+        world.workers[0].do(shut_down_rpc)
         error = trainer.do(attempt, wait_async)
         # The update had already arrived: it is applied, and its answer is lost.
         assert world.workers[0].do(take)
@@ -116,7 +116,7 @@ def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived:
         assert world.workers[0].do(take)
         assert trainer.answer().ok
     for process in (world.trainer, world.workers[0]):
-        process.tell(depart, True)
+        process.tell(shut_down_rpc, True)
 
     world.trainer.answer()
     world.workers[0].answer()
@@ -128,7 +128,7 @@ def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short
     world.workers[0].kill()
     substitute = world.stranger()
     substitute.tell(enter, "w0", 1, 3, world.options)
-    world.workers[1].tell(depart, True)
+    world.workers[1].tell(shut_down_rpc, True)
     time.sleep(2.0)
 
     # The substitute waits, or has already been refused.
@@ -136,7 +136,7 @@ def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short
         with pytest.raises(RuntimeError):
             substitute.answer()
     assert not world.workers[1].answered()
-    world.trainer.do(depart)
+    world.trainer.do(shut_down_rpc)
 
 
 def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) -> None:

@@ -18,6 +18,7 @@ from rpc_fleet import (
     command,
     listen,
     odd,
+    receive_until_gone,
     retire,
     send,
     send_async,
@@ -26,7 +27,6 @@ from rpc_fleet import (
     shows,
     state_dict,
     take,
-    take_until_gone,
     wait_async,
 )
 from rpc_over import ANYTHING
@@ -319,7 +319,7 @@ def test_a_sender_that_closes_says_goodbye(world: World) -> None:
         trainer.tell(send, 1.0)
         world.workers[0].do(take)
         trainer.answer()
-        world.workers[0].tell(take_until_gone)
+        world.workers[0].tell(receive_until_gone)
         trainer.do(retire)
 
         assert "goodbye" in world.workers[0].answer()

@@ -74,7 +74,7 @@ def payload(fill: int = 1) -> Buffer:
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_chain_s_workers_are_told_their_parent_their_children_and_the_digest(keyed: bool) -> None:
+def test_workers_in_a_chain_are_told_their_parent_their_children_and_the_digest(keyed: bool) -> None:
     workers, buffer = Workers(3, keyed=keyed), payload()
     workers.dispatch(buffer)
     first, second, third = workers.routes()
@@ -104,7 +104,7 @@ def test_each_of_two_payloads_has_a_tree_of_its_own() -> None:
     assert tokens[0] == tokens[2] != tokens[1] == tokens[3]
 
 
-def test_payloads_that_are_part_of_their_message_and_those_of_no_dispatch_are_sent_at_once() -> None:
+def test_inline_payloads_and_payloads_outside_a_dispatch_are_sent_at_once() -> None:
     workers, buffer = Workers(2), payload()
     workers.send(0, buffer)
     assert [len(posted) for posted in workers.posted] == [1, 0]
@@ -117,7 +117,7 @@ def test_payloads_that_are_part_of_their_message_and_those_of_no_dispatch_are_se
     assert workers.routes() == [None, None]  # trees of a single worker
 
 
-def test_a_payload_that_a_worker_may_still_ask_for_is_held_until_it_answers() -> None:
+def test_a_payload_is_held_until_a_worker_that_may_still_ask_for_it_has_answered() -> None:
     workers, buffer = Workers(2), payload()
     workers.dispatch(buffer, 1)
     workers.dispatch(buffer, 2)
@@ -130,7 +130,7 @@ def test_a_payload_that_a_worker_may_still_ask_for_is_held_until_it_answers() ->
     assert workers.done == [1, 1]
 
 
-def test_an_answer_settles_the_older_versions_too_and_so_does_the_end() -> None:
+def test_an_answer_and_the_end_of_a_link_also_release_payloads_of_older_versions() -> None:
     for settles in (lambda branch: branch.answered(ack(2)), Branch.end):
         workers, buffer = Workers(2), payload()
         workers.dispatch(buffer, 1)
@@ -159,7 +159,7 @@ def test_a_worker_that_asks_gets_the_payload_from_the_trainer_once(caplog: pytes
     assert "version 2: worker 1 did not get the payload from worker 0, which sent nothing for a while" in caplog.text
 
 
-def test_a_link_that_has_ended_is_sent_nothing() -> None:
+def test_a_link_that_has_ended_is_sent_nothing_and_its_payload_is_released() -> None:
     workers, buffer = Workers(2), payload()
     workers.tree.begin()
     for index in range(2):
@@ -186,14 +186,14 @@ def test_a_parent_that_failed_a_child_is_a_leaf_until_it_answers(why: Why) -> No
     assert workers.branches[0].node == Node(HOST)
 
 
-def test_a_parent_whom_nobody_has_reached_yet_is_no_parent_any_more() -> None:
+def test_a_parent_that_no_child_has_ever_reached_is_not_used_as_a_parent_again() -> None:
     workers = Workers(2)
     workers.dispatch(payload())
     workers.branches[1].asked(Ask(1, Why.UNREACHABLE))
     assert [branch.node for branch in workers.branches] == [None, Node(HOST)]
 
 
-def test_a_parent_whom_nobody_reaches_as_is_heard_during_the_dispatch_is_nobodys_parent(
+def test_a_parent_reported_unreachable_during_a_dispatch_gets_no_children_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers, buffer = Workers(3), payload()
@@ -214,7 +214,7 @@ def test_a_parent_whom_nobody_reaches_as_is_heard_during_the_dispatch_is_nobodys
     assert workers.posted[1][-1].payload == buffer.view
 
 
-def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
+def test_a_worker_that_can_no_longer_reach_its_parent_gets_payloads_from_the_trainer() -> None:
     workers = Workers(2)
     workers.dispatch(payload(), 1)
     workers.branches[1].answered(ack(1))  # the payload came from worker 0, which is therefore reachable
@@ -233,14 +233,14 @@ def test_a_worker_that_reaches_nobody_gets_payloads_from_the_trainer() -> None:
         ("a-name:5", False),
     ],
 )
-def test_a_worker_at_the_loopback_is_reached_from_its_own_host_alone(address: str, at_loopback: bool) -> None:
+def test_a_worker_that_listens_at_loopback_is_reachable_only_from_its_own_host(address: str, at_loopback: bool) -> None:
     branch = Branch(Fanout(1), lambda message: None, "worker 0", False)
     assert branch.node is None  # until the worker has announced its address
     branch.listens(ParentAddress(HOST, address))
     assert branch.node == Node(HOST, at_loopback)
 
 
-def test_a_forked_child_owes_nobody_a_payload() -> None:
+def test_a_branch_in_a_forked_child_has_no_payloads_to_release() -> None:
     workers = Workers(2)
     workers.dispatch(payload())
     workers.branches[1].forget()

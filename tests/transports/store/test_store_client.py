@@ -58,7 +58,7 @@ def test_updates_and_acks_have_hints_unless_they_are_withheld() -> None:
 # ----------------------------------------------------------------------------------------------- endpoints
 
 
-def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
+def test_an_endpoint_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
     end = StoreEndpoint(dist.PrefixStore("outer", dist.PrefixStore("inner", store)), 1)
     assert (end.rank, end.backend, end.in_flight, end.key) == (1, "gloo", 1, None)
     assert base_of(end.store).port == store.port
@@ -72,7 +72,7 @@ def test_an_end_is_a_tcp_store_and_a_workers_rank(store: Any) -> None:
             StoreEndpoint(other, 1)
 
 
-def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -> None:
+def test_a_pickled_endpoint_keeps_all_its_arguments_and_one_with_a_prefix_is_refused(store: Any) -> None:
     end = StoreEndpoint(store, 3, "nccl", 2, SharedKey("secret"))
     there = pickle.loads(pickle.dumps(end))
 
@@ -85,7 +85,7 @@ def test_an_end_travels_with_all_it_was_given_and_without_prefixes(store: Any) -
 
 
 @pytest.mark.parametrize(("exposed", "key"), [(True, None), (True, SharedKey("secret")), (False, None)])
-def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
+def test_a_store_reachable_from_other_hosts_is_warned_about_unless_there_is_a_key(
     store: Any, exposed: bool, key: SharedKey | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -98,7 +98,7 @@ def test_a_store_that_others_can_reach_is_warned_about_unless_there_is_a_key(
     assert asked == ([] if key else [where, warning] if exposed else [where])
 
 
-def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
+def test_a_store_of_our_own_listens_only_at_the_given_address() -> None:
     made = open_store("127.0.0.1", 0, timedelta(seconds=7))
     assert (made.host, made.timeout) == ("127.0.0.1", timedelta(seconds=7))
     made.set("key", "value")
@@ -111,7 +111,7 @@ def test_a_store_of_our_own_listens_where_it_says_and_nowhere_else() -> None:
         open_store("127.0.0.1", made.port, timedelta(seconds=7))
 
 
-def test_a_store_is_not_opened_without_the_descriptors_that_torch_aborts_without(
+def test_no_store_is_opened_if_torch_would_abort_for_lack_of_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shipped, made, tried = os.eventfd, [], []
@@ -130,7 +130,7 @@ def test_a_store_is_not_opened_without_the_descriptors_that_torch_aborts_without
     assert tried == []
 
 
-def test_a_store_that_cannot_be_made_closes_no_descriptor_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_attempt_to_open_a_store_closes_no_foreign_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[socket.socket] = []
 
     def torchs(*_given: Any, master_listen_fd: int, **_named: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_store_that_cannot_be_made_closes_no_descriptor_of_others(monkeypatch:
         others.bind(("127.0.0.1", 0))
 
 
-def test_a_worker_without_descriptors_does_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_descriptors_raises_instead_of_waiting_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def eventfd(*_given: int) -> int:
         raise OSError(24, "Too many open files")
 
@@ -157,7 +157,7 @@ def test_a_worker_without_descriptors_does_not_wait_for_its_store(monkeypatch: p
         DistributedWeightSyncScheme().init_on_worker("policy", store_info=info, rank=1, model=nn.Linear(2, 2))
 
 
-def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
+def test_connections_to_a_store_have_a_timeout_and_do_not_wait_for_workers(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -186,7 +186,7 @@ def test_connections_are_made_with_a_bounded_wait_and_wait_for_nobody(
 # -------------------------------------------------------------------------------------------------- keys and values
 
 
-def test_what_is_written_is_found_under_its_prefix(client: Client, store: Any) -> None:
+def test_values_are_written_and_read_under_the_stores_prefix(client: Client, store: Any) -> None:
     assert (client.present("key"), client.value("key"), client.peek("key")) == (False, None, None)
     client.set("key", b"\xff\0")
     assert client.present("key")
@@ -197,7 +197,7 @@ def test_what_is_written_is_found_under_its_prefix(client: Client, store: Any) -
     assert (client.add("count", 2), client.add("count", 3)) == (2, 5)
 
 
-def test_a_value_is_claimed_once_and_strangers_are_written_over(
+def test_a_key_is_claimed_once_and_foreign_values_are_overwritten(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (client.claim("key", "one"), client.claim("key", "two")) == ("one", "one")
@@ -214,11 +214,11 @@ def test_a_value_is_claimed_once_and_strangers_are_written_over(
     ("written", "meant"),
     [("10.0.0.5", "10.0.0.5"), ("::ffff:10.0.0.5", "10.0.0.5"), ("fe80::1%eth0", "fe80::1%eth0"), ("::1", "::1")],
 )
-def test_an_ipv4_address_that_is_written_as_one_of_ipv6_is_read_as_such(written: str, meant: str) -> None:
+def test_ipv4_addresses_mapped_into_ipv6_are_read_as_ipv4(written: str, meant: str) -> None:
     assert stores._unmapped(written) == meant
 
 
-def test_a_connection_waits_for_a_key_without_end_and_cutting_it_ends_that(client: Client, store: Any) -> None:
+def test_a_connection_waits_for_a_key_without_a_limit_until_it_is_cut(client: Client, store: Any) -> None:
     assert client._store is not None
     assert client._store.timeout == timedelta(days=365)  # type: ignore[attr-defined]
     assert client.own_address == "127.0.0.1"  # torch may use an IPv6 socket, with the address ::ffff:127.0.0.1
@@ -242,7 +242,7 @@ def test_a_connection_waits_for_a_key_without_end_and_cutting_it_ends_that(clien
         client.set("key", b"")
 
 
-def test_a_connection_that_was_closed_says_so_and_has_no_address(client: Client, store: Any) -> None:
+def test_a_closed_connection_raises_and_has_no_address(client: Client, store: Any) -> None:
     client.close()
     for ask in (client.present, client.peek, client.delete, client.await_value):
         with pytest.raises(TransportError) as caught:
@@ -256,7 +256,7 @@ def test_a_connection_that_was_closed_says_so_and_has_no_address(client: Client,
 # ----------------------------------------------------------------------------------------- sockets, descriptors
 
 
-class Socket:
+class FakeSocket:
     """A fake socket of a new connection."""
 
     def __init__(self, peer: int, copied: Any = None) -> None:
@@ -266,23 +266,25 @@ class Socket:
         return self.copied
 
 
-def found(monkeypatch: pytest.MonkeyPatch, *fresh: Socket) -> None:
+def fake_new_sockets(monkeypatch: pytest.MonkeyPatch, *fresh: FakeSocket) -> None:
     """Make the next connection find these new sockets, beside an old one."""
     looks = iter([{"old": fresh[0]}, {"old": fresh[0], **dict(enumerate(fresh))}])
     monkeypatch.setattr(stores, "_descriptor", lambda _: None)
     monkeypatch.setattr(stores, "connected_sockets", lambda _=None: next(looks))
 
 
-def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_cuts_a_socket_only_if_that_is_certainly_its_own(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = socket.socketpair()
-    for sockets in ([Socket(store.port), Socket(store.port)], [Socket(1)]):
-        found(monkeypatch, *sockets)
+    for sockets in ([FakeSocket(store.port), FakeSocket(store.port)], [FakeSocket(1)]):
+        fake_new_sockets(monkeypatch, *sockets)
         client = Client(store)
         assert (client._plug, client.own_address) == (None, None)
         client.cut()
         client.set("key", b"")
         client.close()
-    found(monkeypatch, Socket(1), Socket(store.port, ours))
+    fake_new_sockets(monkeypatch, FakeSocket(1), FakeSocket(store.port, ours))
     client = Client(store)
     assert client._plug is ours
     client.cut()
@@ -292,7 +294,7 @@ def test_only_a_socket_that_must_be_ours_is_watched(store: Any, monkeypatch: pyt
     theirs.close()
 
 
-def test_a_connection_takes_no_longer_however_many_descriptors_the_process_has(
+def test_the_cost_of_a_connection_does_not_grow_with_the_number_of_descriptors(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A trainer of 500 workers has thousands of descriptors, and makes two connections for each worker.
@@ -310,7 +312,7 @@ def test_a_connection_takes_no_longer_however_many_descriptors_the_process_has(
         client.close()
 
 
-def test_a_connection_is_found_among_all_sockets_where_torch_does_not_name_its_descriptor(
+def test_a_connection_is_found_among_all_sockets_if_torch_does_not_name_its_descriptor(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "_DESCRIBED", re.compile("(?!)"))
@@ -327,7 +329,7 @@ def _opened(what: str) -> int:
     return list(descriptors().values()).count(what)
 
 
-def test_a_socket_is_copied_only_while_its_number_is_still_its_own() -> None:
+def test_a_socket_is_copied_only_while_its_descriptor_still_refers_to_it() -> None:
     ours, theirs = socket.socketpair()
     number = os.dup(ours.fileno())
     identity = stores._identity(number)
@@ -341,7 +343,7 @@ def test_a_socket_is_copied_only_while_its_number_is_still_its_own() -> None:
     theirs.close()
 
 
-def test_no_sockets_blocking_mode_is_changed_by_a_default_timeout(client: Client, store: Any) -> None:
+def test_a_default_timeout_changes_the_blocking_mode_of_no_socket(client: Client, store: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.create_connection((store.host, store.port), 5) as users:
         users.settimeout(None)
@@ -361,8 +363,10 @@ def test_no_sockets_blocking_mode_is_changed_by_a_default_timeout(client: Client
     made.close()
 
 
-def test_a_connection_that_ends_as_it_is_made_is_reported(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found(monkeypatch, Socket(store.port))
+def test_a_connection_that_ends_while_it_is_being_made_raises_transport_error(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_new_sockets(monkeypatch, FakeSocket(store.port))
     with pytest.raises(TransportError) as caught:
         Client(store)
     where = f"the store at {store.host}:{store.port}"
@@ -370,7 +374,7 @@ def test_a_connection_that_ends_as_it_is_made_is_reported(store: Any, monkeypatc
 
 
 @pytest.mark.parametrize("left", [0, 2, 3])
-def test_a_connection_needs_three_descriptors_and_keeps_none_of_those_it_looked_for(
+def test_a_connection_fails_unless_three_descriptors_are_free(
     store: Any, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped, made = os.eventfd, []
@@ -390,14 +394,16 @@ def test_a_connection_needs_three_descriptors_and_keeps_none_of_those_it_looked_
     assert [given for _, given in made] == [(0, os.EFD_CLOEXEC)] * left
 
 
-def test_looking_for_descriptors_keeps_none() -> None:
+def test_probing_for_free_descriptors_leaves_none_open() -> None:
     gc.collect()  # close the descriptors that other tests have left
     before = _opened("anon_inode:[eventfd]")
     stores._require_descriptors()
     assert _opened("anon_inode:[eventfd]") == before
 
 
-def test_what_is_the_parents_is_kept_in_a_child_and_nobody_dials_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inherited_objects_are_kept_in_a_child_and_its_connecting_locks_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(process, "_inherited", WeakSet())
     monkeypatch.setattr(stores, "_inherited", [])
     stores.keep_in_child(1, 2)

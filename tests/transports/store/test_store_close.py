@@ -33,7 +33,7 @@ from weightsync.transports.store.stream import Stream
 
 #: Seconds. Only a failing test waits this long.
 PATIENCE = 60.0
-PATIENT = timedelta(seconds=PATIENCE)
+STORE_TIMEOUT = timedelta(seconds=PATIENCE)
 INLINE, GROUPED = 1000, 200_000
 
 
@@ -90,7 +90,7 @@ def ends(store: Any) -> Iterator[Ends]:
         link.close()
 
 
-def test_what_the_store_takes_leaves_with_its_goodbye(ends: Ends) -> None:
+def test_inline_payloads_queued_at_close_are_sent_before_the_goodbye(ends: Ends) -> None:
     for version in range(1, 9):
         ends.update(version, INLINE)
     ends.bye_and_close()
@@ -99,7 +99,7 @@ def test_what_the_store_takes_leaves_with_its_goodbye(ends: Ends) -> None:
     assert ends.heard() == ["Hello", *range(1, 9), "Bye"]
 
 
-def test_a_payload_that_was_written_is_let_go_though_nothing_is_written_after_it(ends: Ends) -> None:
+def test_a_written_payload_is_released_even_if_nothing_is_written_after_it(ends: Ends) -> None:
     """A payload would keep alive its sender, even one that was dropped, and the sender's shared memory."""
     ends.update(1, GROUPED)
     arrived, waited = [], Deadline(PATIENCE)
@@ -114,7 +114,7 @@ def test_a_payload_that_was_written_is_let_go_though_nothing_is_written_after_it
     assert payload() is None
 
 
-def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
+def test_a_garbage_collected_link_ends_and_its_peer_sees_the_end(ends: Ends) -> None:
     threads = ends.sender._threads
     del ends.sender
     gc.collect()
@@ -123,7 +123,7 @@ def test_a_link_that_is_dropped_ends_and_its_peer_is_told(ends: Ends) -> None:
     assert threads._read_all.wait(PATIENCE)
 
 
-def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never_came_ends(store: Any) -> None:
+def test_a_sender_garbage_collected_while_its_update_waits_for_an_absent_worker_ends_its_link(store: Any) -> None:
     """The queue of the link's thread holds the update, whose pinned payload used to refer to the sender."""
     scheme = DistributedWeightSyncScheme()
     scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
@@ -137,7 +137,7 @@ def test_a_sender_that_is_dropped_while_its_update_waits_for_a_worker_that_never
     assert link() is None
 
 
-def test_a_receiver_that_is_dropped_listens_no_more_and_another_can_take_its_place(store: Any) -> None:
+def test_a_garbage_collected_receiver_stops_listening_and_another_can_take_its_place(store: Any) -> None:
     scheme, before = DistributedWeightSyncScheme(), _listeners_running()
     scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
     receiver, (listener,) = ref(scheme.get_receiver()), _listeners_running() - before
@@ -153,9 +153,9 @@ def test_a_receiver_that_is_dropped_listens_no_more_and_another_can_take_its_pla
     another.close()
 
 
-def test_a_receiver_that_listens_at_another_store_lets_go_of_the_one_that_has_ended(store: Any) -> None:
+def test_a_receiver_that_registers_at_another_store_releases_the_store_that_was_lost(store: Any) -> None:
     """A worker may outlive many trainers, each with another store, so descriptors of former stores must not pile up."""
-    earlier = dist.TCPStore("127.0.0.1", 0, None, True, PATIENT, wait_for_workers=False)
+    earlier = dist.TCPStore("127.0.0.1", 0, None, True, STORE_TIMEOUT, wait_for_workers=False)
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
         before = _listeners_running()
@@ -182,7 +182,7 @@ def _listeners_running() -> set[_Listener]:
     return {owner for owner in _running._alive().values() if isinstance(owner, _Listener)}
 
 
-def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
+def test_no_message_is_sent_after_a_payload_that_close_dropped(ends: Ends) -> None:
     for version in range(1, 5):
         ends.update(version, GROUPED if version == 3 else INLINE)
     ends.bye_and_close()
@@ -191,7 +191,7 @@ def test_nothing_overtakes_a_payload_that_was_given_up(ends: Ends) -> None:
     assert found in (["Hello", 1, 2], ["Hello", *range(1, 5), "Bye"])
 
 
-def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends: Ends) -> None:
+def test_a_receiver_that_waits_for_a_payload_sees_the_end_of_a_closed_link(ends: Ends) -> None:
     """The receiver has read the announcement of the payload, and must not wait for it forever."""
     ends.update(1, GROUPED)
     ends.bye_and_close()
@@ -199,7 +199,7 @@ def test_a_receiver_that_waits_for_a_payload_is_told_that_it_will_not_come(ends:
     assert ends.heard() in (["Hello"], ["Hello", 1], ["Hello", 1, "Bye"])
 
 
-def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
+def test_a_written_payload_that_is_not_yet_recorded_as_written_is_not_dropped_at_close(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's answer may come before that, and the trainer may close at once."""
@@ -220,9 +220,7 @@ def test_a_payload_that_the_writing_thread_has_not_noted_yet_is_not_given_up(
     assert ends.heard() == ["Hello", 1, "Bye"]
 
 
-def test_a_payload_is_given_up_after_close_if_the_peer_reads_nothing_of_it(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_drops_a_payload_that_the_peer_does_not_read(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, begun, goes_on = ends.sender._threads, threading.Event(), threading.Event()  # type: ignore[attr-defined]
     read = Stream.read_into
 
@@ -245,7 +243,7 @@ def test_a_payload_is_given_up_after_close_if_the_peer_reads_nothing_of_it(
     assert ends.heard() == ["Hello"]
 
 
-def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
+def test_an_unresponsive_store_does_not_stop_the_goodbye_of_a_process_that_ends(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store's only thread may stall for seconds while the link writes TorchRL's key for an update."""
@@ -273,7 +271,9 @@ def test_a_store_that_does_not_answer_stops_no_goodbye_of_a_process_that_ends(
     assert ends.heard() == ["Hello", 1, "Bye"]
 
 
-def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_store_delays_neither_an_ack_nor_the_goodbye_after_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker reads on, up to its trainer's goodbye, while the key for its ack is still being written."""
     answered, asked, over = Client.set, threading.Event(), threading.Event()
 
@@ -296,7 +296,7 @@ def test_a_store_that_does_not_answer_holds_up_no_answer(ends: Ends, monkeypatch
         over.set()
 
 
-def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_goodbye_behind_it(
+def test_an_ack_that_is_not_yet_recorded_as_written_does_not_hide_the_senders_goodbye(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post, written, noted, link = LinkThreads._write_message, threading.Event(), threading.Event(), ends.accepted[0]
@@ -326,7 +326,7 @@ def test_an_answer_that_the_writing_thread_has_not_noted_yet_does_not_hide_the_g
 
 
 @pytest.mark.parametrize("goodbye", [True, False])
-def test_a_store_that_ends_after_its_senders_goodbye_is_no_failure(ends: Ends, goodbye: bool) -> None:
+def test_the_end_of_the_store_is_a_failure_only_without_a_goodbye_of_the_sender(ends: Ends, goodbye: bool) -> None:
     """In many programs the trainer hosts the store, which ends right after the goodbye."""
     (listener,) = _listeners.at(Where(ends.store.host, ends.store.port, base_key("policy", 1)))
     if goodbye:
@@ -340,7 +340,7 @@ def test_a_store_that_ends_after_its_senders_goodbye_is_no_failure(ends: Ends, g
     assert [type(link) for link in ends.accepted] == [StoreLink] + [PlaceholderLink] * (not goodbye)
 
 
-def test_flush_says_so_only_when_all_is_written_and_then_wakes(ends: Ends) -> None:
+def test_flush_is_true_only_once_all_is_written_and_the_link_then_wakes_its_waiter(ends: Ends) -> None:
     ends.update(1, 64 * 2**20)
     assert not ends.sender.flush()
     waited = Deadline(PATIENCE)
@@ -377,7 +377,7 @@ def _client(port: int) -> Any:
     return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
 
-def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, forkserver: Any) -> None:
+def test_a_multiprocessing_child_ends_only_after_its_goodbyes_are_sent(store: Any, forkserver: Any) -> None:
     accepted: list[Link] = []
     stop = DistributedWeightSyncScheme().listen((store, 1), "policy", accepted.append)
     trainer = forkserver.Process(target=_end_before_anything_is_written, args=(store.port,))
@@ -392,7 +392,9 @@ def test_a_process_of_multiprocessing_ends_only_after_its_goodbyes(store: Any, f
     accepted[0].close()
 
 
-def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_ends_although_no_thread_can_be_started_to_wake_it(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From Python 3.12 on, no thread can be started at interpreter shutdown."""
     stop = DistributedWeightSyncScheme().listen((store, 1), "policy", lambda _: None)
     (listener,) = _listeners.at(Where(store.host, store.port, base_key("policy", 1)))
@@ -412,7 +414,7 @@ def test_a_listener_ends_without_the_thread_that_wakes_it(store: Any, monkeypatc
     assert not waited.passed
 
 
-def test_a_link_that_nobody_took_is_ended_only_once_its_successor_is_announced(
+def test_a_link_that_no_worker_took_ends_only_after_its_replacement_is_announced(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that takes both links thus knows the second when it reads the end of the first, and keeps its sender."""
@@ -461,7 +463,7 @@ def no_thread(name: str) -> Iterator[list[threading.Thread]]:
         yield begun
 
 
-def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(store: Any) -> None:
+def test_a_heartbeat_ends_if_one_of_its_threads_cannot_be_started(store: Any) -> None:
     said = "The thread for weightsync-heartbeat-watchdog cannot be started"
     with no_thread("weightsync-heartbeat-watchdog") as begun, pytest.raises(TransportError, match=said):
         heartbeat.Heartbeat(base_of(store)).start()
@@ -471,7 +473,7 @@ def test_a_heartbeat_that_gets_only_one_of_its_threads_beats_no_more(store: Any)
     assert not beating.is_alive()
 
 
-def test_a_listener_that_gets_no_thread_leaves_the_heartbeat(store: Any) -> None:
+def test_a_listener_whose_thread_cannot_be_started_leaves_the_heartbeat(store: Any) -> None:
     said = "The thread for weightsync-listener cannot be started"
     with no_thread("weightsync-listener") as begun, pytest.raises(TransportError, match=said):
         DistributedWeightSyncScheme().init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))

@@ -48,7 +48,7 @@ def test_a_small_step_travels_as_a_delta(one: StorePair) -> None:
     assert same(one.model, one.source)
 
 
-def test_a_lost_base_is_followed_by_the_whole_within_one_send(one: StorePair) -> None:
+def test_if_a_worker_has_lost_the_base_the_whole_payload_follows_within_one_send(one: StorePair) -> None:
     step(one.source)
     one.receiver.driver.held.drop()
     one.sender.send_async()
@@ -61,7 +61,7 @@ def test_a_lost_base_is_followed_by_the_whole_within_one_send(one: StorePair) ->
     assert same(one.model, one.source)
 
 
-def test_a_worker_that_is_killed_amid_a_delta_is_lost_and_its_successor_gets_the_whole(store: Any, crew: Crew) -> None:
+def test_a_worker_killed_during_a_delta_is_lost_and_its_replacement_applies_versions(store: Any, crew: Crew) -> None:
     source = large(1.0)
     with DistributedWeightSyncScheme(delta=True) as scheme:
         (worker,) = crew.start(None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, constants, filled, large
-from store_fleet import StorePair, follows_torchrls_keys
+from store_fleet import StorePair, run_torchrl_worker_loop
 from tensordict import TensorDict
 from torch import nn
 
@@ -62,7 +62,7 @@ def test_generation_b_receives_into_its_buffer(store: Any, sync: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_buffer": None}], ids=["A", "B"])
-def test_what_is_returned_has_its_generations_form_whatever_it_is_written_into(store: Any, options: Any) -> None:
+def test_receive_weights_returns_its_generations_form_with_and_without_a_buffer(store: Any, options: Any) -> None:
     trainer, worker = (DistributedTransport(store, 1, **options) for _ in range(2))
     with trainer, worker:
         for into in (weights(0.0), None):
@@ -125,7 +125,7 @@ def test_the_first_weights_of_connect_are_not_written_to_torchrls_keys(store: An
         assert b"updated" == store.get("NODE_1_out")
 
 
-def test_another_instruction_is_a_value_error(ends: Any, store: Any) -> None:
+def test_an_unknown_instruction_raises_value_error(ends: Any, store: Any) -> None:
     store.set("NODE_1_in", "dance")
 
     with pytest.raises(ValueError, match="dance"):
@@ -133,7 +133,7 @@ def test_another_instruction_is_a_value_error(ends: Any, store: Any) -> None:
     assert ends[1].receive_weights(timeout=0.05) is None
 
 
-def test_check_connection_is_the_users_process_group(store: Any) -> None:
+def test_check_connection_tells_whether_the_user_has_a_process_group(store: Any) -> None:
     transport = DistributedTransport(store, 1)
     assert transport.check_connection() is False
     dist.init_process_group("gloo", store=dist.PrefixStore("own", store), rank=0, world_size=1)
@@ -143,7 +143,7 @@ def test_check_connection_is_the_users_process_group(store: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_a_copy_carries_the_address(ends: Any) -> None:
+def test_a_pickled_transport_connects_to_the_same_store_and_rank(ends: Any) -> None:
     copy = pickle.loads(pickle.dumps(ends[1]))
     with contextlib.closing(copy):
         ends[0].send_weights_async(weights(6.0))
@@ -172,7 +172,7 @@ def test_store_and_rank_address_both_ends(store: Any, form: str) -> None:
     assert {2.0} == constants(model)
 
 
-def test_a_rank_has_one_receiver_of_a_model_in_a_process(store: Any) -> None:
+def test_a_second_receiver_of_a_model_for_the_same_rank_in_a_process_is_refused(store: Any) -> None:
     first, second, other = (DistributedWeightSyncScheme() for _ in range(3))
     with first, second, other:
         first.init_on_worker("policy", store=store, rank=1, model=large())
@@ -189,7 +189,7 @@ def test_a_rank_has_one_receiver_of_a_model_in_a_process(store: Any) -> None:
 # ------------------------------------------------------------------------------------------ TorchRL's own keys
 
 
-def test_the_references_keys_are_written_as_hints(store: Any) -> None:
+def test_torchrls_keys_are_written_as_hints(store: Any) -> None:
     pair = StorePair(store)
     with contextlib.closing(pair):
         pair.sender.send_async()
@@ -199,7 +199,7 @@ def test_the_references_keys_are_written_as_hints(store: Any) -> None:
         assert b"updated" == store.get("NODE_1_out")
 
 
-def test_nothing_rests_on_the_hints(store: Any) -> None:
+def test_sends_do_not_depend_on_the_hints(store: Any) -> None:
     pair = StorePair(store)
     with contextlib.closing(pair):
         store.set("NODE_1_in", "dance")
@@ -211,7 +211,7 @@ def test_nothing_rests_on_the_hints(store: Any) -> None:
         assert {2.0} == constants(pair.model)
 
 
-def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
+def test_a_worker_loop_written_for_torchrl_receives_each_update_once(store: Any) -> None:
     """The loop starts after the initial weights, which are no update, and receives each update once."""
     worker, trainer, scheme = (
         DistributedTransport(store, 1),
@@ -225,7 +225,7 @@ def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
         seen.append(float(worker.receive_initial_weights()["weight"][0, 0]))
         begun.set()
         assert go_on.wait(PATIENCE)
-        seen.extend(follows_torchrls_keys(worker, 3))
+        seen.extend(run_torchrl_worker_loop(worker, 3))
 
     def of(fill: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 100), fill)}
@@ -235,7 +235,7 @@ def test_a_worker_loop_written_for_the_reference(store: Any) -> None:
         thread.start()
         trainer.send_initial_weights(of(1.0))
         assert begun.wait(PATIENCE)
-        assert not store.check(["NODE_1_in"]), "the loop would take it for an update, and stand still"
+        assert not store.check(["NODE_1_in"]), "the loop would take it for an update, and hang"
         go_on.set()
         trainer.send_weights(of(2.0))
         scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(100, 300, bias=False))

@@ -102,7 +102,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the timeouts, so that no parent counts as silent even on a slow machine."""
     monkeypatch.setattr(fetching, "SILENCE", PATIENCE)
     monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)
@@ -125,7 +125,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
 # ------------------------------------------------------------------------------------------- what is sent
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeouts")
 def test_the_trainer_sends_a_payload_to_two_of_eight_workers_and_all_apply_it(
     fleet_of: Callable[..., Fleet], sent: Counter[str]
 ) -> None:
@@ -137,9 +137,11 @@ def test_the_trainer_sends_a_payload_to_two_of_eight_workers_and_all_apply_it(
         assert sent["links"] == 2 * NBYTES
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeouts")
 @pytest.mark.parametrize("width", [1, 3, 7])
-def test_a_chain_and_wide_trees_deliver_too(fleet_of: Callable[..., Fleet], sent: Counter[str], width: int) -> None:
+def test_chains_and_wide_trees_deliver_the_payload_to_all_workers(
+    fleet_of: Callable[..., Fleet], sent: Counter[str], width: int
+) -> None:
     fleet = fleet_of(7, fanout=width)
     sent.clear()
 
@@ -148,8 +150,10 @@ def test_a_chain_and_wide_trees_deliver_too(fleet_of: Callable[..., Fleet], sent
     assert sent["links"] == width * NBYTES
 
 
-@pytest.mark.usefixtures("patient")
-def test_only_the_workers_that_are_addressed_take_part(fleet_of: Callable[..., Fleet], sent: Counter[str]) -> None:
+@pytest.mark.usefixtures("long_timeouts")
+def test_only_the_addressed_workers_take_part_in_the_fan_out(
+    fleet_of: Callable[..., Fleet], sent: Counter[str]
+) -> None:
     fleet = fleet_of(6)
     assert fleet.send(1.0).ok
     sent.clear()
@@ -159,7 +163,7 @@ def test_only_the_workers_that_are_addressed_take_part(fleet_of: Callable[..., F
     assert sent["links"] == 2 * NBYTES
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeouts")
 @pytest.mark.parametrize(
     "options",
     [{"key": "the fleet's own secret"}, {"verify": "layout"}, {"wire_dtype": "bfloat16"}, {"delta": True}],
@@ -178,7 +182,7 @@ def test_other_options_work_with_a_fan_out(
         assert 0 < sent["links"] <= 2 * NBYTES
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeouts")
 def test_a_small_delta_travels_inline_and_a_large_one_down_the_tree(
     fleet_of: Callable[..., Fleet], sent: Counter[str]
 ) -> None:
@@ -196,12 +200,12 @@ def test_a_small_delta_travels_inline_and_a_large_one_down_the_tree(
 
 
 @pytest.mark.parametrize("width", [0, -1, True, 2.5, "8"])
-def test_a_fan_out_is_a_whole_number(width: Any) -> None:
+def test_a_fan_out_that_is_not_a_positive_whole_number_is_refused(width: Any) -> None:
     with pytest.raises(ConfigurationError, match="whole number of at least 1"):
         DistributedWeightSyncScheme(fanout=width)
 
 
-def test_nccl_has_no_fan_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fan_out_over_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.schemes.distributed.require_backend", lambda backend: None)
     with pytest.raises(ConfigurationError, match="fanout=2 needs backend='gloo'"):
         DistributedWeightSyncScheme("nccl", fanout=2)
@@ -210,8 +214,8 @@ def test_nccl_has_no_fan_out(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------- parents that fail
 
 
-@pytest.mark.usefixtures("patient")
-def test_bytes_that_are_not_the_payload_are_noticed_and_the_trainer_sends_it(
+@pytest.mark.usefixtures("long_timeouts")
+def test_a_payload_falsified_by_a_parent_is_detected_and_sent_by_the_trainer(
     fleet_of: Callable[..., Fleet],
     sent: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -236,13 +240,13 @@ def test_bytes_that_are_not_the_payload_are_noticed_and_the_trainer_sends_it(
     assert "which sent other bytes: the trainer sends it" in caplog.text
 
 
-def test_a_worker_that_cannot_be_reached_passes_nothing_on_any_more(
+def test_an_unreachable_parent_is_not_used_as_a_parent_again(
     fleet_of: Callable[..., Fleet], sent: Counter[str]
 ) -> None:
     fleet = fleet_of(4)
-    nobody = f"127.0.0.1:{free_port()}"
+    unreachable = f"127.0.0.1:{free_port()}"
     for branch in fleet.branches:
-        branch.address = nobody
+        branch.address = unreachable
     sent.clear()
     assert fleet.send(1.0).ok
     assert sent["links"] == 4 * NBYTES
@@ -280,7 +284,7 @@ def test_a_worker_without_memory_refuses_and_its_children_get_the_payload_elsewh
 # ----------------------------------------------------------------------------------------- superseded, closed
 
 
-def test_a_version_that_is_superseded_while_it_travels_is_followed_by_the_newest(
+def test_versions_superseded_in_transit_are_followed_by_the_newest_and_unpinned(
     fleet_of: Callable[..., Fleet], buffers: list[Buffer]
 ) -> None:
     fleet = fleet_of(6)
@@ -312,7 +316,7 @@ def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
     assert len(_sockets()) <= before
 
 
-def test_a_trainer_that_closes_amid_a_payload_ends_all_its_links(store: Any) -> None:
+def test_a_trainer_that_closes_during_a_payload_ends_all_its_links(store: Any) -> None:
     fleet = Fleet(store, 5)
     filled(fleet.source, 2.0)
     fleet.sender.send_async()

@@ -18,7 +18,7 @@ from weightsync.transports.store.stream import Stream
 VICTIM, CHILDREN, OTHERS = 2, (3, 4), (0, 1)
 
 
-def strikes_itself(setup: WorkerSetup, signum: int) -> None:
+def signals_itself_during_a_payload(setup: WorkerSetup, signum: int) -> None:
     """Make this process send itself a signal once it has read, and passed on, a part of a payload."""
     read, pieces = Stream.read_into, []
 
@@ -72,8 +72,8 @@ def fleet(crew: Crew, store: Any) -> Iterator[Fleet]:
     made.scheme.close()
 
 
-def test_a_parent_that_is_killed_amid_a_payload_is_lost_alone(fleet: Fleet) -> None:
-    fleet.workers[VICTIM].do(strikes_itself, signal.SIGKILL)
+def test_if_a_parent_is_killed_during_a_payload_only_that_parent_is_lost(fleet: Fleet) -> None:
+    fleet.workers[VICTIM].do(signals_itself_during_a_payload, signal.SIGKILL)
     fleet.serve(2, range(5))
     report = fleet.send(2)
 
@@ -89,8 +89,8 @@ def test_a_parent_that_is_killed_amid_a_payload_is_lost_alone(fleet: Fleet) -> N
     fleet.answers(OTHERS + CHILDREN)
 
 
-def test_a_parent_that_stops_amid_a_payload_costs_the_others_a_second(fleet: Fleet) -> None:
-    fleet.workers[VICTIM].do(strikes_itself, signal.SIGSTOP)
+def test_if_a_parent_stops_during_a_payload_all_other_workers_apply_it(fleet: Fleet) -> None:
+    fleet.workers[VICTIM].do(signals_itself_during_a_payload, signal.SIGSTOP)
     fleet.serve(2, range(5))
     report = fleet.send(2)
 
@@ -100,7 +100,7 @@ def test_a_parent_that_stops_amid_a_payload_costs_the_others_a_second(fleet: Fle
     assert fleet.values(OTHERS + CHILDREN) == [{2.0}] * 4
 
 
-def test_a_worker_without_children_that_stops_keeps_nobody_waiting(fleet: Fleet) -> None:
+def test_if_a_worker_without_children_stops_all_other_workers_apply_the_version(fleet: Fleet) -> None:
     fleet.workers[CHILDREN[0]].stop()
     served = (*OTHERS, VICTIM, CHILDREN[1])
     fleet.serve(2, served)

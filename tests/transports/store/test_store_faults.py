@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, Crew, Worker, WorkerSetup, filled, large, receive, serve, serve_until_gone
-from store_fleet import big, holds, meet, open_store, reach, wait_until_met
+from store_fleet import big, holds, meet, open_store, reach, receive_next_version
 
 from weightsync import DistributedWeightSyncScheme, TransportError, WeightSender, WorkerLostError
 from weightsync.clock import Deadline
@@ -50,7 +50,7 @@ def two(crew: Crew, store: Any) -> Iterator[Trainer]:
     made.scheme.close()
 
 
-def test_a_stopped_worker_is_lost_wrongly_sees_its_link_closed_and_comes_back(two: Trainer) -> None:
+def test_a_stopped_worker_is_reported_lost_then_sees_its_link_closed_and_rejoins(two: Trainer) -> None:
     filled(two.source, 2.0)
     stopped, other = two.workers
     stopped.stop()
@@ -66,7 +66,7 @@ def test_a_stopped_worker_is_lost_wrongly_sees_its_link_closed_and_comes_back(tw
     # Fault 9: half of version 2 has arrived, and none of it is visible.
     assert ("uninitialized", 1, {1.0}) == stopped.do(holds)
 
-    stopped.tell(wait_until_met)
+    stopped.tell(receive_next_version)
     two.sender.add_worker(0, (two.store, 1))
     assert 2 == stopped.answer()
     assert {2.0} == stopped.do(holds)[2]
@@ -74,13 +74,13 @@ def test_a_stopped_worker_is_lost_wrongly_sees_its_link_closed_and_comes_back(tw
     assert [{3.0}, {3.0}] == [worker.do(holds)[2] for worker in two.workers]
 
 
-def sends_on(sender: WeightSender) -> None:
+def send_repeatedly(sender: WeightSender) -> None:
     while True:
         sender.send(timeout=PATIENCE)
         time.sleep(0.2)
 
 
-def test_the_death_of_the_store_ends_everything(crew: Crew) -> None:
+def test_when_the_store_dies_sender_and_receiver_lose_their_link(crew: Crew) -> None:
     host, worker = crew.start(None, 2)
     port = host.do(open_store)
     scheme = DistributedWeightSyncScheme()
@@ -94,22 +94,22 @@ def test_the_death_of_the_store_ends_everything(crew: Crew) -> None:
         host.kill()
 
         with pytest.raises(WorkerLostError):
-            sends_on(scheme.get_sender())
+            send_repeatedly(scheme.get_sender())
         assert "no sender any more" in worker.answer()
 
 
-def dials(_: WorkerSetup) -> None:
+def wait_until_the_listener_is_connected(_: WorkerSetup) -> None:
     """Wait until this worker's listener is connected, since the death of a store during the dialling shows later."""
     waited = Deadline(PATIENCE)
     while not any(each._client for each in _listeners._listeners):
-        assert not waited.passed, "it has no connection"
+        assert not waited.passed, "the worker's listener has no connection"
         time.sleep(0.01)
 
 
-def test_a_listener_without_any_link_hears_of_the_stores_death(crew: Crew) -> None:
+def test_a_listener_without_links_detects_the_death_of_the_store(crew: Crew) -> None:
     host, worker = crew.start(None, 2)
     worker.do(meet, host.do(open_store), 1)
-    worker.do(dials)
+    worker.do(wait_until_the_listener_is_connected)
     worker.tell(serve_until_gone)
     host.kill()
 

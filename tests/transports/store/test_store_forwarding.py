@@ -39,7 +39,7 @@ def forwarder() -> Iterator[Forwarder]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the timeout, so that no parent counts as silent even on a slow machine."""
     monkeypatch.setattr(fetching, "SILENCE", PATIENCE)
 
@@ -77,7 +77,7 @@ def connection(forwarder: Forwarder, *options: tuple[int, int, int]) -> socket.s
 # ------------------------------------------------------------------------------------------------- children
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeout")
 def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(forwarder: Forwarder) -> None:
     feed = forwarder.offer(TOKEN, 2, memoryview(PAYLOAD))
     digests = hashlib.sha256(PAYLOAD).digest(), xxhash.xxh3_128_digest(PAYLOAD)
@@ -96,8 +96,8 @@ def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(fo
     assert why_not(routed(forwarder.address)) is Why.ENDED  # only two children were announced
 
 
-@pytest.mark.usefixtures("patient")
-def test_what_is_passed_on_within_this_host_has_a_congestion_control_that_suits_it(
+@pytest.mark.usefixtures("long_timeout")
+def test_payloads_passed_on_within_this_host_use_reno_congestion_control(
     forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, send_at_once = list[bytes](), forwarding.send_at_once
@@ -113,7 +113,7 @@ def test_what_is_passed_on_within_this_host_has_a_congestion_control_that_suits_
     assert chosen == [b"reno"]
 
 
-def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
+def test_the_progress_of_a_feed_never_decreases(forwarder: Forwarder) -> None:
     feed = Feed(memoryview(PAYLOAD))
     feed.reach(20)
     feed.reach(10)  # as by a thread that was overtaken
@@ -127,9 +127,9 @@ def test_a_payload_never_goes_back(forwarder: Forwarder) -> None:
     assert feed.beyond(20, PATIENCE) is None
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeout")
 @pytest.mark.parametrize("children", [1, 2])
-def test_children_of_a_payload_that_is_declined_are_told_so(
+def test_children_are_told_that_a_declined_payload_has_ended(
     forwarder: Forwarder, children: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # time for slow children
@@ -140,9 +140,9 @@ def test_children_of_a_payload_that_is_declined_are_told_so(
     assert not began.passed, "a child waited for a payload that does not come"
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeout")
 @pytest.mark.parametrize("ends", [lambda _, feed: feed.end(), lambda forwarder, _: forwarder.close()])
-def test_a_payload_that_ends_amid_its_way_ends_for_its_children(
+def test_a_payload_that_ends_before_it_is_complete_also_ends_for_its_children(
     forwarder: Forwarder, ends: Callable[[Forwarder, Feed], None]
 ) -> None:
     feed = forwarder.offer(TOKEN, 2, memoryview(PAYLOAD))
@@ -154,8 +154,8 @@ def test_a_payload_that_ends_amid_its_way_ends_for_its_children(
         assert call.result(PATIENCE) is Why.ENDED
 
 
-@pytest.mark.usefixtures("patient")
-def test_of_many_payloads_that_nobody_came_for_two_are_kept(forwarder: Forwarder) -> None:
+@pytest.mark.usefixtures("long_timeout")
+def test_only_the_two_newest_payloads_that_no_child_fetched_are_kept(forwarder: Forwarder) -> None:
     tokens = [bytes([index]) * 16 for index in range(3)]
     for token in tokens:
         forwarder.offer(token, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
@@ -165,7 +165,7 @@ def test_of_many_payloads_that_nobody_came_for_two_are_kept(forwarder: Forwarder
         assert fetched(routed(forwarder.address, token))[0] == PAYLOAD
 
 
-def test_a_token_may_come_in_parts_and_before_its_payload(
+def test_a_token_may_arrive_in_pieces_and_before_its_payload(
     forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forwarding, "PATIENCE", PATIENCE)  # time for the pauses on a busy machine
@@ -178,7 +178,7 @@ def test_a_token_may_come_in_parts_and_before_its_payload(
             assert arrived.read(11) == b"\0\0\0\x07weights"
 
 
-def test_a_child_that_takes_nothing_is_given_up_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_reads_nothing_is_disconnected_and_a_slow_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "_PULSE", 0.1)
     forwarder = Forwarder("127.0.0.1")
     small = socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
@@ -239,7 +239,7 @@ class Parent:
     ],
     ids=["nothing", "a part", "more", "other bytes"],
 )
-def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(
+def test_a_child_gives_up_a_parent_that_is_silent_or_sends_wrong_bytes(
     sent: bytes, why: Why, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "SILENCE", 0.1 if why is Why.SILENT else PATIENCE)
@@ -250,9 +250,9 @@ def test_a_parent_that_is_silent_or_sends_something_else_is_given_up(
         parent.close()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeout")
 @pytest.mark.parametrize("digest", [hashlib.sha256(b"").digest(), xxhash.xxh3_128_digest(b"")], ids=["sha256", "xxh3"])
-def test_a_payload_whose_digest_is_another_is_not_taken(forwarder: Forwarder, digest: bytes) -> None:
+def test_a_payload_with_another_digest_is_rejected(forwarder: Forwarder, digest: bytes) -> None:
     forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
     assert why_not(routed(forwarder.address, digest=digest)) is Why.WRONG
 
@@ -271,11 +271,11 @@ def test_a_child_whose_own_link_ends_stops_waiting_for_its_parent() -> None:
 
 
 @pytest.mark.parametrize("parent", ["127.0.0.1:1", "127.0.0.1:0", "127.0.0.1:port", "127.0.0.1", "no..host:1"])
-def test_a_parent_that_cannot_be_reached_is_said_to_be(parent: str) -> None:
+def test_a_parent_that_cannot_be_reached_is_reported_as_unreachable(parent: str) -> None:
     assert why_not(routed(parent)) is Why.UNREACHABLE
 
 
-def test_no_other_port_is_called_in_place_of_one_that_cannot_be() -> None:
+def test_an_invalid_port_is_not_reduced_to_a_valid_one() -> None:
     """The resolver takes ports modulo 65536, so an invalid port must not reach it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1] + 2**16}"
@@ -285,7 +285,7 @@ def test_no_other_port_is_called_in_place_of_one_that_cannot_be() -> None:
             dial(address, "a link")
 
 
-def test_a_parent_at_an_address_of_ipv6_is_called_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_with_an_ipv6_address_is_connected_to_at_that_address(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
 
     def none(address: Any, timeout: float) -> NoReturn:
@@ -297,7 +297,7 @@ def test_a_parent_at_an_address_of_ipv6_is_called_there(monkeypatch: pytest.Monk
     assert called == [(("fe80::1%eth0", 4711), fetching.SILENCE)]
 
 
-def test_an_address_that_is_not_this_host_s_is_named_in_the_error() -> None:
+def test_listening_at_an_address_of_another_host_raises_and_names_it() -> None:
     with pytest.raises(TransportError, match=r"No connection can be accepted at 203\.0\.113\.1: Cannot assign"):
         Forwarder("203.0.113.1")
 
@@ -305,7 +305,7 @@ def test_an_address_that_is_not_this_host_s_is_named_in_the_error() -> None:
 # ------------------------------------------------------------------------------------------------ strangers
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeout")
 def test_a_stranger_without_the_token_gets_nothing(forwarder: Forwarder) -> None:
     forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
     strangers = [connection(forwarder) for _ in range(3)]
@@ -317,8 +317,8 @@ def test_a_stranger_without_the_token_gets_nothing(forwarder: Forwarder) -> None
     assert fetched(routed(forwarder.address))[0] == PAYLOAD
 
 
-@pytest.mark.usefixtures("patient")
-def test_strangers_that_say_nothing_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("long_timeout")
+def test_silent_connections_are_dropped_and_children_are_still_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "_MOST", 2)
     forwarder = Forwarder("127.0.0.1")
     strangers = [connection(forwarder) for _ in range(4)]
@@ -337,5 +337,5 @@ def until(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
     deadline = Deadline(PATIENCE)
     while not condition():
-        assert not deadline.passed, "it never came true"
+        assert not deadline.passed, "the condition did not hold in time"
         time.sleep(0.01)

@@ -14,7 +14,7 @@ from torch import nn
 from weightsync import ConfigurationError, DistributedWeightSyncScheme, WeightSyncScheme
 
 
-class Holder:
+class FakeCollector:
     """A context that resembles a collector with a policy."""
 
     def __init__(self, policy: nn.Module, **attributes: Any) -> None:
@@ -22,9 +22,9 @@ class Holder:
         self.__dict__.update(attributes)
 
 
-def attend(setup: WorkerSetup, rank: int) -> None:
+def init_and_connect(setup: WorkerSetup, rank: int) -> None:
     """Initialise and connect the worker's side, with the scheme that was passed to this process."""
-    setup.kept["context"] = Holder(large())
+    setup.kept["context"] = FakeCollector(large())
     setup.scheme.init_on_receiver(model_id="policy", context=setup.kept["context"], worker_idx=rank)
     setup.scheme.connect(timeout=PATIENCE)
 
@@ -43,14 +43,14 @@ def leave(setup: WorkerSetup) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_the_scheme_that_travelled_meets_the_trainer_at_its_store(crew: Crew, sync: bool) -> None:
+def test_a_scheme_passed_to_worker_processes_connects_to_the_trainers_store(crew: Crew, sync: bool) -> None:
     policy = large(1.0)
     scheme = DistributedWeightSyncScheme(sync=sync)
-    context = Holder(policy, num_workers=2)
+    context = FakeCollector(policy, num_workers=2)
     scheme.init_on_sender(model_id="policy", context=context)
     workers = crew.start(scheme, 2)
     for index, worker in enumerate(workers):
-        worker.tell(attend, index + 1)
+        worker.tell(init_and_connect, index + 1)
     scheme.connect(timeout=PATIENCE)
     for worker in workers:
         worker.answer()
@@ -64,7 +64,7 @@ def test_the_scheme_that_travelled_meets_the_trainer_at_its_store(crew: Crew, sy
     scheme.shutdown()
 
 
-def test_store_info_reaches_a_worker_that_got_no_scheme() -> None:
+def test_a_worker_with_a_scheme_of_its_own_connects_by_store_info() -> None:
     model = large()
     scheme, own = DistributedWeightSyncScheme(), DistributedWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", num_workers=1, model=large(3.0))
@@ -78,19 +78,19 @@ def test_store_info_reaches_a_worker_that_got_no_scheme() -> None:
     scheme.shutdown()
 
 
-def test_worker_idx_is_the_rank_as_in_torchrl_and_0_is_the_trainers(store: Any) -> None:
+def test_worker_idx_0_is_refused_since_the_trainer_is_rank_0(store: Any) -> None:
     with pytest.raises(ConfigurationError, match="the trainer is rank 0"):
         DistributedWeightSyncScheme().init_on_receiver(model_id="policy", store=store, worker_idx=0, model=large())
 
 
-def test_a_torchrl_collectors_policy_gets_memory_of_its_own(store: Any) -> None:
+def test_a_torchrl_collectors_shared_policy_gets_private_memory(store: Any) -> None:
     """TorchRL's launcher passes one policy in shared memory to all workers, and each must apply versions by itself."""
     policy = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     policy[1].weight = policy[0].weight
     policy.share_memory()
     before, shared = list(policy.parameters()), policy[0].weight.detach()
     with DistributedWeightSyncScheme() as scheme:
-        context = Holder(policy, _weight_sync_schemes=None, get_model=lambda _: policy)
+        context = FakeCollector(policy, _weight_sync_schemes=None, get_model=lambda _: policy)
         scheme.init_on_receiver(model_id="policy", context=context, store=store, worker_idx=1)
         shared.fill_(7.0)
 
@@ -99,37 +99,37 @@ def test_a_torchrl_collectors_policy_gets_memory_of_its_own(store: Any) -> None:
         assert all(now is then and not now.is_shared() for now, then in zip(policy.parameters(), before, strict=True))
 
 
-def test_a_collectors_port_plus_two_is_the_stores() -> None:
+def test_the_stores_port_is_the_collectors_tcp_port_plus_two() -> None:
     port = free_port()
-    context = Holder(large(), num_workers=1, tcp_port=str(port - 2))
+    context = FakeCollector(large(), num_workers=1, tcp_port=str(port - 2))
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="policy", context=context)
 
         assert port == scheme.get_store_info()["port"]
 
 
-def test_a_collectors_port_plus_two_that_is_none_is_any_free_port() -> None:
+def test_the_store_gets_any_free_port_if_tcp_port_plus_two_is_not_a_port() -> None:
     with DistributedWeightSyncScheme() as scheme:
-        scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1, tcp_port="65535"))
+        scheme.init_on_sender(model_id="policy", context=FakeCollector(large(), num_workers=1, tcp_port="65535"))
         assert scheme.get_store_info()["port"]
 
 
-def test_the_schemes_own_store_listens_at_the_interface_that_the_environment_names(
+def test_the_schemes_own_store_listens_at_the_interface_named_by_gloo_socket_ifname(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "198.51.100.1")  # not an address of this host
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with DistributedWeightSyncScheme() as scheme:
-        scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1))
+        scheme.init_on_sender(model_id="policy", context=FakeCollector(large(), num_workers=1))
         assert scheme.get_store_info()["host"] == "127.0.0.1"
 
 
-def test_a_collectors_port_that_is_no_number_is_refused() -> None:
+def test_a_tcp_port_that_is_not_a_number_is_refused() -> None:
     with DistributedWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match="tcp_port is 'a port'"):
-        scheme.init_on_sender(model_id="policy", context=Holder(large(), num_workers=1, tcp_port="a port"))
+        scheme.init_on_sender(model_id="policy", context=FakeCollector(large(), num_workers=1, tcp_port="a port"))
 
 
-def test_from_backend_gives_the_scheme() -> None:
+def test_from_backend_distributed_returns_the_scheme() -> None:
     scheme = WeightSyncScheme.from_backend("distributed", sync=False, timeout=60.0)
 
     assert isinstance(scheme, DistributedWeightSyncScheme)

@@ -22,7 +22,7 @@ PAYLOAD = memoryview(bytearray(5))
 PATIENCE = 30.0
 
 
-class Made:
+class FakeProcessGroup:
     """A fake process group whose other rank accepts all tensors, and sends tensors of sevens."""
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Made:
         self.connecting: Callable[[], object] = lambda: None
         self.carrying: Callable[[], object] = lambda: None
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Made:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> FakeProcessGroup:
         del tensors, to, tag
         self.connecting()
         self.unawaited += 1
         return self
 
-    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Made:
+    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> FakeProcessGroup:
         del of, tag
         tensors[0].fill_(7)
         self.unawaited += 1
@@ -53,21 +53,21 @@ class Made:
         self.aborted = True
 
 
-class Making:
+class FakeGroupFactory:
     """Makes a fake group. ``meanwhile`` is called before the group is returned."""
 
     def __init__(self) -> None:
-        self.made = Made()
+        self.made = FakeProcessGroup()
         self.meanwhile: Callable[[], None] = lambda: None
         self.group = Group(0, "a link", self, torch.device("cpu"), in_flight=3)
 
-    def __call__(self, store: Any, rank: int) -> Made:
+    def __call__(self, store: Any, rank: int) -> FakeProcessGroup:
         del store, rank
         self.meanwhile()
         return self.made
 
 
-class Written:
+class RecordingStream:
     """A fake connection that records the messages written to it."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ def client(store: Any) -> Iterator[Client]:
 
 def test_a_payload_passes_through_the_group_in_buckets(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET_NBYTES", 2)
-    group, received = Making().group, memoryview(bytearray(5))
-    stream = Written()
+    group, received = FakeGroupFactory().group, memoryview(bytearray(5))
+    stream = RecordingStream()
     group.write(stream, client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
     group.read(stream, client, received)  # type: ignore[arg-type]
     group.skip(stream, client, 5)  # type: ignore[arg-type]
@@ -99,11 +99,11 @@ def test_a_payload_passes_through_the_group_in_buckets(client: Client, monkeypat
 
 
 @pytest.mark.parametrize("way", ["write", "read", "skip"])
-def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
+def test_every_operation_on_a_payload_is_awaited_before_its_buffer_is_released(
     client: Client, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(module, "BUCKET_NBYTES", 1)
-    making, stream = Making(), Written()
+    making, stream = FakeGroupFactory(), RecordingStream()
     calls: dict[str, Callable[[Any], None]] = {
         "write": lambda given: making.group.write(given, client, b"text", PAYLOAD, lambda: None),
         "read": lambda given: making.group.read(given, client, memoryview(bytearray(5))),
@@ -115,9 +115,9 @@ def test_every_operation_on_a_payload_is_awaited_before_its_buffer_goes_back(
 
 
 @pytest.mark.parametrize("way", ["write", "read", "skip"])
-def test_a_payload_whose_last_bucket_was_aborted_is_not_taken_for_whole(client: Client, way: str) -> None:
+def test_an_abort_during_the_last_bucket_of_a_payload_raises(client: Client, way: str) -> None:
     """NCCL ends aborted kernels, so that torch's wait for one returns as after a success."""
-    making, stream = Making(), Written()
+    making, stream = FakeGroupFactory(), RecordingStream()
     making.made.carrying = making.group.abort
     calls: dict[str, Callable[[Any], None]] = {
         "write": lambda given: making.group.write(given, client, b"text", PAYLOAD, lambda: None),
@@ -130,44 +130,47 @@ def test_a_payload_whose_last_bucket_was_aborted_is_not_taken_for_whole(client: 
     assert making.made.unawaited == 0
 
 
-def test_an_error_of_nccls_is_raised_with_its_cause(client: Client) -> None:
-    making, lines = Making(), ("NCCL error in: a.cpp:9, invalid usage", "ncclInvalidUsage: ...", "Last error:", "Twice")
+def test_nccl_errors_are_raised_with_their_cause(client: Client) -> None:
+    making, lines = (
+        FakeGroupFactory(),
+        ("NCCL error in: a.cpp:9, invalid usage", "ncclInvalidUsage: ...", "Last error:", "Twice"),
+    )
 
     def fail() -> None:
         raise RuntimeError("\n".join(lines))
 
     making.made.connecting = fail
     with pytest.raises(TransportError, match=r"failed: NCCL error in: a\.cpp:9, invalid usage: Twice$"):
-        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+        making.group.write(RecordingStream(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
 
-def test_a_group_is_aborted_with_its_link(client: Client) -> None:
-    making = Making()
-    making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+def test_an_abort_aborts_the_process_group_and_later_writes_raise(client: Client) -> None:
+    making = FakeGroupFactory()
+    making.group.write(RecordingStream(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
     assert not making.made.aborted
 
     making.group.abort()
 
     assert making.made.aborted
     with pytest.raises(TransportError, match="aborted"):
-        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+        making.group.write(RecordingStream(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
 
-def test_a_group_that_ends_while_it_is_being_made_is_aborted(client: Client) -> None:
-    making = Making()
+def test_a_process_group_created_during_an_abort_is_aborted(client: Client) -> None:
+    making = FakeGroupFactory()
     making.meanwhile = making.group.abort
 
     with pytest.raises(TransportError, match="aborted"):
-        making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+        making.group.write(RecordingStream(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
     assert making.made.aborted
 
 
-def test_an_abort_does_not_wait_for_a_rank_that_connects_to_one_that_has_died(client: Client) -> None:
-    making, connecting, died = Making(), threading.Event(), threading.Event()
+def test_an_abort_does_not_wait_for_a_rank_that_connects_to_a_dead_peer(client: Client) -> None:
+    making, connecting, died = FakeGroupFactory(), threading.Event(), threading.Event()
     making.made.connecting = lambda: (connecting.set(), died.wait(PATIENCE))
     with ThreadPoolExecutor(2) as threads:
-        writing = threads.submit(making.group.write, Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+        writing = threads.submit(making.group.write, RecordingStream(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
         assert connecting.wait(PATIENCE)
         threads.submit(making.group.abort).result(PATIENCE / 2)
         assert not making.made.aborted
@@ -176,18 +179,18 @@ def test_an_abort_does_not_wait_for_a_rank_that_connects_to_one_that_has_died(cl
     assert making.made.aborted
 
 
-def test_neither_rank_connects_if_the_other_has_given_up(store: Any) -> None:
-    making = Making()
+def test_no_process_group_is_created_if_the_peer_has_given_up(store: Any) -> None:
+    making = FakeGroupFactory()
     making.meanwhile = lambda: pytest.fail("it was made")
     with contextlib.closing(Client(store)) as client:
         RendezvousStore(client, making.group._prefix, threading.Event()).give_up()
 
         with pytest.raises(TransportError, match="closed while it was being made"):
-            making.group.write(Written(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
+            making.group.write(RecordingStream(), client, b"text", PAYLOAD, lambda: None)  # type: ignore[arg-type]
 
 
-def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Making().group
+def test_a_failed_send_aborts_the_group_and_awaits_the_operations_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroupFactory().group
     happened: list[object] = []
 
     def start(bucket: torch.Tensor, number: int) -> Callable[[], None]:
@@ -207,7 +210,9 @@ def test_no_operation_touches_a_payload_any_more_once_a_send_has_failed(monkeypa
     assert happened == [0, "aborted", 1, 2]
 
 
-def test_nccl_uses_the_gpu_that_was_current_where_its_end_was_made(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_uses_the_gpu_that_was_current_in_the_thread_that_created_the_endpoint(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     # As in CUDA, the current device of a new thread is the first GPU.

@@ -18,11 +18,11 @@ from weightsync.transports.store.blocking_threads import _running
 PATIENCE = 15.0
 
 
-def begins_sender(scheme: DistributedWeightSyncScheme, store: Any) -> None:
+def init_sender(scheme: DistributedWeightSyncScheme, store: Any) -> None:
     scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(4, 4))
 
 
-def begins_worker(scheme: DistributedWeightSyncScheme, store: Any) -> None:
+def init_worker(scheme: DistributedWeightSyncScheme, store: Any) -> None:
     scheme.init_on_worker("policy", store=store, rank=1, model=nn.Linear(4, 4))
 
 
@@ -47,9 +47,9 @@ def all_threads_end() -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("begin", "which"), [*((begins_sender, which) for which in (2, 4)), *((begins_worker, which) for which in (1, 3))]
+    ("begin", "which"), [*((init_sender, which) for which in (2, 4)), *((init_worker, which) for which in (1, 3))]
 )
-def test_an_interrupt_while_the_threads_start_leaves_none_and_the_side_can_begin_again(
+def test_an_interrupt_during_init_leaves_no_thread_and_init_can_be_repeated(
     store: Any,
     monkeypatch: pytest.MonkeyPatch,
     all_threads_end: Callable[[], bool],
@@ -75,11 +75,11 @@ def test_an_interrupt_while_the_threads_start_leaves_none_and_the_side_can_begin
     assert all_threads_end()
 
 
-def test_a_receiver_that_is_closed_while_another_thread_registers_listens_no_more(
+def test_a_receiver_closed_during_registration_leaves_no_listening_thread(
     store: Any, monkeypatch: pytest.MonkeyPatch, all_threads_end: Callable[[], bool]
 ) -> None:
     scheme, listen = DistributedWeightSyncScheme(), distributed.listen
-    begins_worker(scheme, store)
+    init_worker(scheme, store)
 
     def close_meanwhile(*arguments: Any) -> Any:
         scheme.close()

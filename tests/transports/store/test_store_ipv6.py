@@ -48,7 +48,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch, errno: int) -> list[str]:
     return asked
 
 
-def test_a_store_of_our_own_listens_at_an_address_of_ipv6(loopback: str) -> None:
+def test_a_store_of_our_own_can_listen_at_an_ipv6_address(loopback: str) -> None:
     made = open_store(loopback, 0, timedelta(seconds=7))
     client = Client(made)
     assert (made.host, client.own_address) == (loopback, loopback)
@@ -56,17 +56,17 @@ def test_a_store_of_our_own_listens_at_an_address_of_ipv6(loopback: str) -> None
 
 
 @pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_NODATA])
-def test_a_host_without_ipv4_has_its_address_of_ipv6(errno: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_host_without_ipv4_is_its_ipv6_address(errno: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = resolver(monkeypatch, errno)
     assert (hosts_address(), asked) == ("2001:db8::7", ["trainer"])
 
 
-def test_a_dns_that_does_not_answer_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_dns_is_not_queried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = resolver(monkeypatch, socket.EAI_AGAIN)
     assert (hosts_address(), asked) == ("127.0.0.1", [])
 
 
-def test_an_interface_may_have_an_address_of_ipv6_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_may_have_only_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "if_inet6").write_text(LISTED, encoding="ascii")
     monkeypatch.setattr(stream, "_IPV6_ADDRESSES", tmp_path / "if_inet6")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
@@ -77,7 +77,7 @@ def test_an_interface_may_have_an_address_of_ipv6_only(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("towards_store", "wanted"), [("::1", "::1"), ("2001:db8::7", "127.0.0.1")])
-def test_a_worker_on_the_trainers_host_listens_at_the_loopback_that_it_has_used(
+def test_a_worker_on_the_trainers_host_listens_at_ipv6_loopback_only_if_it_reached_the_store_there(
     towards_store: str, wanted: str
 ) -> None:
     assert own_address(True, towards_store) == wanted

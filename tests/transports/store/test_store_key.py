@@ -63,7 +63,7 @@ def test_weights_travel_under_a_key(fleet: StorePair) -> None:
     assert value_of(fleet.model) == value_of(fleet.source)
 
 
-def test_a_worker_that_starts_late_and_one_that_comes_back_are_met_under_a_key(keyed: None, store: Any) -> None:
+def test_workers_that_start_late_or_are_added_again_receive_versions_under_a_key(keyed: None, store: Any) -> None:
     source = filled(large(), 3.0)
     with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
         ours.init_on_sender("policy", store=store, num_workers=1, model=source)
@@ -83,7 +83,7 @@ def test_a_worker_that_starts_late_and_one_that_comes_back_are_met_under_a_key(k
 
 
 @pytest.mark.parametrize("key", [None, "another"], ids=["no key", "another key"])
-def test_g4_a_stranger_at_the_port_has_no_effect_and_is_told_why(
+def test_g4_a_sender_without_the_workers_key_has_no_effect_and_is_told_why(
     fleet: StorePair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, key: str | None
 ) -> None:
     fleet.sync()
@@ -103,7 +103,7 @@ def test_g4_a_stranger_at_the_port_has_no_effect_and_is_told_why(
     assert value_of(fleet.model) == value_of(fleet.source)
 
 
-def test_a_stranger_that_comes_first_does_not_end_the_wait_for_the_trainer(keyed: None, store: Any) -> None:
+def test_a_sender_with_a_wrong_key_does_not_end_the_wait_for_the_trainer(keyed: None, store: Any) -> None:
     with DistributedWeightSyncScheme() as theirs, trainer(store, "another") as stranger:
         theirs.init_on_worker("policy", store=store, rank=1, model=small())
         with pytest.raises(WorkerLostError, match="another key"):
@@ -125,7 +125,7 @@ def test_a_worker_without_a_key_refuses_a_trainer_with_one(store: Any, caplog: p
 
 
 @pytest.mark.parametrize("forged", ["a plain ack", "an answer of its own, again", "a refusal of the link"])
-def test_an_answer_that_a_stranger_writes_is_never_believed(
+def test_a_forged_answer_is_rejected_and_its_worker_is_lost(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, forged: str
 ) -> None:
     written = Recorder(monkeypatch).written
@@ -181,7 +181,7 @@ class Recorder:
         monkeypatch.setattr(Stream, "begin", begin)
 
 
-def test_g4_a_recording_of_all_that_was_written_has_no_effect(
+def test_g4_replaying_all_recorded_messages_of_a_link_has_no_effect(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(monkeypatch)
@@ -224,7 +224,7 @@ def test_g4_a_recording_of_all_that_was_written_has_no_effect(
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_message_that_was_changed_on_its_way_is_not_believed(
+def test_a_message_altered_in_transit_is_rejected(
     keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     recorder = Recorder(monkeypatch)
@@ -247,9 +247,7 @@ def test_a_message_that_was_changed_on_its_way_is_not_believed(
     pair.close()
 
 
-def test_a_payload_that_was_changed_on_its_way_is_not_believed(
-    keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_payload_altered_in_transit_is_rejected(keyed: None, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Stream.read_into
     with DistributedWeightSyncScheme(verify="layout") as ours, DistributedWeightSyncScheme() as theirs:
         ours.init_on_sender("policy", store=store, num_workers=1, model=large())
@@ -286,7 +284,7 @@ def _listening() -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
-def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_workers_no_longer_than_it_takes() -> None:
+def test_scheme_and_worker_listen_only_at_the_announced_address_and_the_worker_only_until_connected() -> None:
     before = _listening()
     with DistributedWeightSyncScheme() as ours, DistributedWeightSyncScheme() as theirs:
         ours.init_on_sender("policy", num_workers=1, model=filled(large(), 1.0))
@@ -317,7 +315,7 @@ def test_our_own_store_listens_at_the_address_that_is_announced_alone_and_worker
         (False, None, "10.0.0.8"),
     ],
 )
-def test_a_worker_listens_where_its_sender_can_come(
+def test_a_worker_listens_at_an_address_that_its_sender_can_reach(
     stays: bool, towards_store: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "hosts_address", lambda: "10.0.0.8")
@@ -325,7 +323,7 @@ def test_a_worker_listens_where_its_sender_can_come(
 
 
 @pytest.mark.parametrize(("routed", "wanted"), [("10.0.0.9", "10.0.0.9"), (None, "127.0.0.1")])
-def test_a_worker_whose_hosts_name_is_a_loopbacks_listens_where_it_reaches_others(
+def test_a_worker_whose_host_name_resolves_to_loopback_listens_at_its_routed_address(
     routed: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "hosts_address", lambda: "127.0.1.1")
@@ -333,13 +331,13 @@ def test_a_worker_whose_hosts_name_is_a_loopbacks_listens_where_it_reaches_other
     assert own_address(False, "127.0.0.1") == wanted
 
 
-def test_the_address_from_which_this_host_reaches_others_is_its_own() -> None:
+def test_the_routed_address_belongs_to_this_host() -> None:
     routed = stream._routed_address()
     if routed is not None:  # None without a network
         socket.create_server((routed, 0)).close()
 
 
-def test_a_users_own_word_on_the_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_socket_ifname_decides_the_address_at_which_a_worker_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
     assert own_address(False, "10.0.0.7") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")

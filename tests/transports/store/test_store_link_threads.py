@@ -113,7 +113,7 @@ def test_a_link_that_is_cut_while_its_reader_connects_to_the_store_leaves_no_thr
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_a_small_message_is_written_by_the_thread_that_sends_it_unless_others_are_before_it(
+def test_a_small_message_is_written_by_the_sending_thread_unless_others_are_queued(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, worker, arrived = create_link(0), create_link(1), []
@@ -137,7 +137,7 @@ def test_a_small_message_is_written_by_the_thread_that_sends_it_unless_others_ar
     assert [each.message.version for each in arrived] == [1, 2, 3]
 
 
-def test_small_messages_for_which_there_is_no_room_follow_in_order_and_nobody_waits_for_it(
+def test_small_messages_beyond_the_socket_buffers_are_queued_in_order_without_blocking(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on, read, arrived, done = threading.Event(), Stream.read, [], []
@@ -164,7 +164,7 @@ def test_small_messages_for_which_there_is_no_room_follow_in_order_and_nobody_wa
     assert len(done) == sent
 
 
-def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
+def test_a_buffer_is_released_only_once_its_payload_is_written(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, happened = create_link(0), []
@@ -183,7 +183,7 @@ def test_a_buffer_goes_back_once_its_payload_is_written_and_not_before(
     assert happened == ["written", "given back"]
 
 
-def test_behind_a_payload_that_was_cut_short_nothing_leaves(
+def test_nothing_is_sent_after_a_truncated_payload(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(stream: Stream, piece: memoryview, _: object) -> None:
@@ -203,7 +203,7 @@ def test_behind_a_payload_that_was_cut_short_nothing_leaves(
         sender.flushed()
 
 
-def test_a_payload_for_which_there_is_no_memory_is_passed_over(
+def test_a_payload_that_the_worker_has_no_memory_for_is_skipped_and_the_next_arrives(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(buffers: ReceiveBuffers, nbytes: int) -> memoryview:
@@ -221,7 +221,7 @@ def test_a_payload_for_which_there_is_no_memory_is_passed_over(
     ]
 
 
-def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_here(
+def test_messages_posted_before_a_close_arrive_even_while_a_payload_is_being_received(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that is closed with unread bytes drops what was written to it."""
@@ -245,7 +245,7 @@ def test_what_was_said_before_a_close_arrives_though_a_payload_is_on_its_way_her
     assert [each.message.version for each in sender.collect()[0]] == [1, 2]
 
 
-def test_a_link_whose_store_is_lost_as_it_joins_the_heartbeat_has_failed(
+def test_a_link_fails_if_its_store_is_lost_while_the_link_joins_the_heartbeat(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A heartbeat reports a loss to all links in turn, so a link that raises would keep it from the others."""
@@ -269,7 +269,7 @@ def test_a_link_whose_store_is_lost_as_it_joins_the_heartbeat_has_failed(
     assert "is lost with the store: silent" in str(link.failed)
 
 
-def test_a_beat_that_comes_as_a_link_joins_the_heartbeat_harms_nothing(
+def test_a_heartbeat_while_links_join_it_does_not_fail_the_links(
     create_link: Callable[[int], LinkThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in the beat would fail the heartbeat, and all links of the process over that store."""
@@ -294,7 +294,9 @@ def test_a_beat_that_comes_as_a_link_joins_the_heartbeat_harms_nothing(
     assert (sender.failed, worker.failed) == (None, None)
 
 
-def test_a_peer_that_takes_nothing_is_given_up_soon_after_a_close(create_link: Callable[[int], LinkThreads]) -> None:
+def test_the_threads_of_a_closed_link_end_although_the_peer_never_connects(
+    create_link: Callable[[int], LinkThreads],
+) -> None:
     sender = create_link(0)
     sender.post(_update(1))
     sender.close()
@@ -313,7 +315,7 @@ def test_introductions_are_removed_from_the_store_once_they_are_read(
     _until(lambda: not any(f"{LINK}/{way}/" in key for way in ("down", "up") for key in keys_of(store)))
 
 
-def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their_buffers_go_back() -> None:
+def test_messages_queued_at_close_keep_their_bytes_although_their_buffers_are_released() -> None:
     given_back: list[int] = []
     buffers = [bytearray(b"first"), bytearray(b"other")]
     outgoing = WriteQueue()
@@ -332,7 +334,7 @@ def test_messages_that_are_left_when_a_link_closes_keep_their_bytes_though_their
 
 
 @pytest.mark.parametrize(("named", "left"), [(False, [b"first", b"bye"]), (True, [b"first"])])
-def test_parts_that_are_left_when_a_link_closes_are_dropped_alone_up_to_the_update_that_names_them(
+def test_close_drops_queued_parts_and_everything_from_the_update_that_names_them(
     named: bool, left: list[bytes]
 ) -> None:
     given_back: list[bytes] = []
@@ -356,7 +358,7 @@ def test_parts_that_are_left_when_a_link_closes_are_dropped_alone_up_to_the_upda
 # ---------------------------------------------------------------------------------------------- connections
 
 
-class Forbidden(socket.socket):
+class UnprivilegedSocket(socket.socket):
     """A socket of a process that is not permitted to choose a congestion control."""
 
     def setsockopt(self, level: int, option: int, *value: Any) -> None:
@@ -385,7 +387,7 @@ def connect() -> Iterator[Callable[..., tuple[socket.socket, socket.socket]]]:
         yield made
 
 
-def test_both_ends_of_a_connection_within_one_host_have_a_congestion_control_that_suits_it(
+def test_both_ends_of_a_connection_within_one_host_use_reno_congestion_control(
     connect: Callable[..., tuple[socket.socket, socket.socket]],
 ) -> None:
     ends = connect("127.0.0.1")
@@ -406,10 +408,10 @@ def test_a_connection_between_two_addresses_keeps_the_congestion_control_of_the_
     assert [control(end) for end in ends] == before
 
 
-def test_a_connection_serves_where_no_congestion_control_may_be_chosen(
+def test_a_connection_works_where_setting_the_congestion_control_is_not_permitted(
     connect: Callable[..., tuple[socket.socket, socket.socket]],
 ) -> None:
-    writer, reader = (Stream(end) for end in connect("127.0.0.1", Forbidden))
+    writer, reader = (Stream(end) for end in connect("127.0.0.1", UnprivilegedSocket))
     room = bytearray(len(SMALL))
 
     writer.write(b"a message", SMALL, lambda: None)
@@ -419,7 +421,7 @@ def test_a_connection_serves_where_no_congestion_control_may_be_chosen(
     assert room == SMALL
 
 
-class Waking:
+class OwnerWokenByClose:
     """An owner whose thread waits until a second thread, started by `close`, wakes it, as in listeners."""
 
     def __init__(self) -> None:
@@ -441,16 +443,16 @@ class Waking:
         pass
 
 
-def test_a_process_that_ends_waits_for_the_threads_that_closing_starts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_exit_also_waits_for_threads_that_closing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that returns from torch after that would abort the process."""
     monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
-    owner = Waking()
+    owner = OwnerWokenByClose()
     blocking_threads.start_threads(owner, {"waiter": owner.wait})
     blocking_threads._running.end()
     assert owner.woken
 
 
-class Failing(Waking):
+class OwnerFailingToClose(OwnerWokenByClose):
     """An owner that raises when it is closed, and ends when it is cut."""
 
     def close(self) -> None:
@@ -461,12 +463,12 @@ class Failing(Waking):
         raise RuntimeError("no cut")
 
 
-def test_an_owner_that_fails_as_the_process_ends_keeps_no_other_from_ending(
+def test_an_owner_that_fails_at_process_exit_does_not_keep_others_from_ending(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(blocking_threads, "_running", blocking_threads._Running())
     monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
-    first, last = Failing(), Failing()
+    first, last = OwnerFailingToClose(), OwnerFailingToClose()
     for owner in (first, last):
         blocking_threads.start_threads(owner, {"waiter": owner.wait})
     blocking_threads._running.end()

@@ -18,9 +18,9 @@ GPUS = torch.cuda.device_count()
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sync", [True, False])
-def test_nccl_carries_the_buckets(crew: Crew, store: Any, sync: bool) -> None:
+def test_weights_sent_over_nccl_are_applied(crew: Crew, store: Any, sync: bool) -> None:
     if GPUS < 2:
-        without_gpus("NCCL", f"it wants a GPU for each of two ranks, and there are {GPUS}")
+        without_gpus("NCCL", f"it needs a GPU for each of two ranks, and there are {GPUS}")
     torch.cuda.set_device(0)
     (worker,) = crew.start(None)
     worker.do(meet_on_gpu, store.port, sync)
@@ -32,9 +32,9 @@ def test_nccl_carries_the_buckets(crew: Crew, store: Any, sync: bool) -> None:
     assert {3.0} == worker.answer()
 
 
-def test_nccl_without_a_gpu_says_so_at_construction() -> None:
+def test_constructing_an_nccl_scheme_without_a_gpu_raises_configuration_error() -> None:
     if GPUS:
-        pytest.skip("WHAT NCCL SAYS WITHOUT A GPU WAS NOT TESTED: there is one")
+        pytest.skip("THE ERROR OF NCCL WITHOUT A GPU WAS NOT TESTED: this machine has a GPU")
     with pytest.raises(ConfigurationError, match="nccl"):
         DistributedWeightSyncScheme("nccl")
 

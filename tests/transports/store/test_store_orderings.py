@@ -65,7 +65,7 @@ def add_again(pair: StorePair) -> None:
     assert report.ok
 
 
-def sender_proves_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def delay_the_senders_proof(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Give both ends a key. The trainer reads no challenge until the returned event is set."""
     monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
     asked, next_text = threading.Event(), LinkThreads._next_text
@@ -82,7 +82,7 @@ def sender_proves_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 # --------------------------------------------------------------- goodbyes after the announcement of another link
 
 
-def test_a_link_is_taken_while_the_goodbye_of_the_former_one_asks_whether_one_is_to_come(
+def test_the_goodbye_of_a_replaced_link_raises_no_error_while_its_replacement_is_accepted(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
@@ -115,7 +115,7 @@ def test_a_link_is_taken_while_the_goodbye_of_the_former_one_asks_whether_one_is
         add_again(pair)
 
 
-def test_a_receiver_listens_again_while_its_former_listener_takes_a_link(
+def test_a_receiver_may_register_again_while_its_former_listener_accepts_a_link(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take, before_end, taking = _Listener._take, LinkThreads._before_end, threading.Event()
@@ -141,10 +141,10 @@ def test_a_receiver_listens_again_while_its_former_listener_takes_a_link(
         add_again(pair)
 
 
-def test_a_receiver_listens_again_before_a_sender_has_proved_that_it_has_the_key(
+def test_a_receiver_may_register_again_before_a_sender_has_proved_its_key(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = sender_proves_late(monkeypatch)
+    again = delay_the_senders_proof(monkeypatch)
     with contextlib.closing(StorePair(store)) as pair:
         until(lambda: bool(listener_of(pair)._place.unproven))
         pair.receiver.register_worker_transport((store, 1))
@@ -155,10 +155,10 @@ def test_a_receiver_listens_again_before_a_sender_has_proved_that_it_has_the_key
         assert report.ok
 
 
-def test_a_receiver_that_is_closed_ends_the_links_of_senders_that_have_proved_nothing(
+def test_closing_a_receiver_ends_the_links_of_senders_that_have_not_proved_their_key(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = sender_proves_late(monkeypatch)
+    closed = delay_the_senders_proof(monkeypatch)
     with contextlib.closing(StorePair(store)) as pair:
         place = listener_of(pair)._place
         until(lambda: bool(place.unproven))
@@ -169,7 +169,7 @@ def test_a_receiver_that_is_closed_ends_the_links_of_senders_that_have_proved_no
         closed.set()
 
 
-def test_the_other_end_of_a_refused_link_closes_before_the_receiver_asks_to_be_told(
+def test_a_refused_sender_that_closes_early_does_not_keep_the_receiver_from_the_next_sender(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another sender's link has been announced by then, so that the receiver has a sender to wait for."""
@@ -205,7 +205,7 @@ def test_the_other_end_of_a_refused_link_closes_before_the_receiver_asks_to_be_t
 # ------------------------------------------------------------------------------ heartbeats, and peers that watch them
 
 
-def leads_and_dies(setup: WorkerSetup, port: int) -> None:
+def lead_and_die_while_announcing(setup: WorkerSetup, port: int) -> None:
     """Start a trainer of one worker in this process, which dies once the link is announced."""
     claim = Client.claim
 
@@ -220,35 +220,35 @@ def leads_and_dies(setup: WorkerSetup, port: int) -> None:
     time.sleep(PATIENCE)
 
 
-def test_a_trainer_that_dies_as_it_announces_a_link_is_lost(crew: Crew, store: Any) -> None:
+def test_a_trainer_that_dies_while_announcing_a_link_is_lost(crew: Crew, store: Any) -> None:
     trainer: Worker = crew.start(None)[0]
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_worker("policy", store=store, rank=1, model=large())
-        trainer.tell(leads_and_dies, store.port)
+        trainer.tell(lead_and_die_while_announcing, store.port)
         trainer.process.join(PATIENCE)
         with pytest.raises(TransportError, match="the sender is lost: no heartbeat"):
             scheme.get_receiver().receive(timeout=PATIENCE)
 
 
-def takes_and_dies(setup: WorkerSetup, port: int) -> None:
+def join_and_die_while_accepting(setup: WorkerSetup, port: int) -> None:
     """Join as a worker in this process, which dies once it has taken its link."""
     listener.worker_link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined,assignment]
     meet(setup, port, 1)
     time.sleep(PATIENCE)
 
 
-def test_a_worker_that_dies_as_it_takes_a_link_is_lost(crew: Crew, store: Any) -> None:
+def test_a_worker_that_dies_while_accepting_a_link_is_lost(crew: Crew, store: Any) -> None:
     worker: Worker = crew.start(None)[0]
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=1, model=large(1.0))
-        worker.tell(takes_and_dies, store.port)
+        worker.tell(join_and_die_while_accepting, store.port)
         worker.process.join(PATIENCE)
         report = scheme.get_sender().send(timeout=PATIENCE, on_failure="report")
         assert report[0].kind is OutcomeKind.LOST
         assert "no heartbeat" in report[0].reason
 
 
-def test_nobody_learns_of_a_process_before_it_can_beat(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_announced_only_once_the_heartbeat_is_connected(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer counts missed beats from the announcement on, and connecting the heartbeat may take seconds."""
     connected = threading.Event()
 
@@ -265,7 +265,7 @@ def test_nobody_learns_of_a_process_before_it_can_beat(store: Any, monkeypatch: 
         assert pair.sync().ok
 
 
-def test_a_store_that_is_lost_before_a_receiver_has_its_connection_is_no_store_to_listen_at(
+def test_a_store_lost_before_the_listener_has_connected_is_reported_by_receive(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = threading.Event()

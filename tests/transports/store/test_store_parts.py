@@ -62,7 +62,7 @@ def pair(store: Any, given: Given) -> Iterator[StorePair]:
         yield made
 
 
-def test_g2_what_was_gathered_and_hashed_in_parts_is_what_is_acked_and_served(
+def test_g2_a_payload_hashed_in_parts_is_acked_and_served_without_being_hashed_again(
     pair: StorePair, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applier, "digest", None)  # fails if anything is hashed after the update has arrived
@@ -75,7 +75,7 @@ def test_g2_what_was_gathered_and_hashed_in_parts_is_what_is_acked_and_served(
         assert constants(pair.model) == {value}
 
 
-def test_parts_under_a_key_are_sealed_each(store: Any, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_in_parts_are_served_under_a_key(store: Any, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_KEY", "a secret")
     pair = StorePair(store, model=model)
     with closing(pair):
@@ -86,7 +86,7 @@ def test_parts_under_a_key_are_sealed_each(store: Any, given: Given, monkeypatch
     assert given
 
 
-def test_parts_whose_digest_nobody_compares_are_not_hashed(pair: StorePair, given: Given) -> None:
+def test_parts_whose_digest_is_not_compared_are_not_hashed(pair: StorePair, given: Given) -> None:
     pair.sender._packer._verify = Verify.LAYOUT
 
     filled(pair.source, 2.0)
@@ -120,7 +120,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
         assert constants(pair.model) == {value}
 
 
-def test_a_version_that_another_thread_sends_amid_the_parts_of_one_costs_neither(
+def test_a_send_from_another_thread_between_the_parts_of_a_version_fails_neither(
     pair: StorePair, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = OutgoingParts.finish
@@ -143,7 +143,7 @@ def test_a_version_that_another_thread_sends_amid_the_parts_of_one_costs_neither
     assert constants(pair.model) == {2.0}
 
 
-def test_a_worker_without_memory_for_a_payload_refuses_it_and_takes_the_next(
+def test_a_worker_without_memory_for_a_payload_refuses_it_and_applies_the_next(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> memoryview:
@@ -162,7 +162,7 @@ def test_a_worker_without_memory_for_a_payload_refuses_it_and_takes_the_next(
     assert constants(pair.model) == {2.0}
 
 
-def test_payloads_of_a_fanout_travel_whole(store: Any, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_of_a_fan_out_are_not_sent_in_parts(store: Any, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_fleet, "DistributedWeightSyncScheme", partial(DistributedWeightSyncScheme, fanout=1))
     pair = StorePair(store, model=model)
     with closing(pair):
@@ -210,14 +210,14 @@ def take() -> Callable[..., Received]:
     def one(message: Message, inline: bytes = b"", stream: Bytes | None = None) -> Received:
         opened = Opened(memoryview(codec.encode(message) + inline), b"")
         connection: Any = Bytes() if stream is None else stream
-        nobody: Any = None
-        (received,) = arrivals.take(opened, connection, nobody)
+        no_client: Any = None
+        (received,) = arrivals.take(opened, connection, no_client)
         return received
 
     return one
 
 
-def test_parts_come_in_any_order_in_their_text_or_behind_it(take: Callable[..., Received]) -> None:
+def test_parts_may_arrive_in_any_order_inside_or_behind_their_message(take: Callable[..., Received]) -> None:
     payload = bytes(range(250)) * (NBYTES // 250)
 
     take(part(HALF, NBYTES), stream=Bytes(payload[HALF:]))
@@ -244,7 +244,7 @@ def test_parts_come_in_any_order_in_their_text_or_behind_it(take: Callable[..., 
         ([part(0, HALF), update(b"", 0), part(HALF, NBYTES)], update(), f"of which {HALF} of {NBYTES} bytes"),
     ],
 )
-def test_an_update_whose_parts_have_not_all_come_ends_the_link(
+def test_missing_or_inconsistent_parts_raise_protocol_error(
     take: Callable[..., Received], before: list[Message], message: Message, error: str
 ) -> None:
     for each in before:
@@ -254,7 +254,7 @@ def test_an_update_whose_parts_have_not_all_come_ends_the_link(
         take(message, stream=Bytes(bytes(HALF)))
 
 
-def test_parts_without_memory_are_skipped_and_the_update_says_why(
+def test_parts_without_memory_are_skipped_and_the_update_has_the_reason(
     take: Callable[..., Received], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> memoryview:

@@ -62,12 +62,12 @@ def ranks() -> Any:
         rank.client.close()
 
 
-def gives_up(ended: Future[None]) -> None:
+def assert_gives_up(ended: Future[None]) -> None:
     with pytest.raises(TransportError, match="was closed while it was being made"):
         ended.result(PATIENCE)
 
 
-def test_both_connect_once_both_have_come(ranks: Any) -> None:
+def test_both_ranks_connect_once_both_have_arrived(ranks: Any) -> None:
     sender, receiver = ranks
     sender.comes()
     waiting = sender.waits_for("receiver")
@@ -78,28 +78,30 @@ def test_both_connect_once_both_have_come(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("end", [lambda rank: rank.over.set(), lambda rank: rank.rendezvous.give_up()])
-def test_who_waits_for_one_that_gave_up_before_it_came_waits_no_longer(ranks: Any, end: Callable[[Rank], None]) -> None:
+def test_a_rank_stops_waiting_for_a_peer_that_gave_up_before_it_arrived(
+    ranks: Any, end: Callable[[Rank], None]
+) -> None:
     sender, receiver = ranks
     sender.comes()
     waiting = sender.waits_for("receiver")
     end(receiver)
 
     if receiver.over.is_set():
-        gives_up(receiver.waits_for("somebody who never comes"))
-    gives_up(waiting)
+        assert_gives_up(receiver.waits_for("somebody who never comes"))
+    assert_gives_up(waiting)
 
 
-def test_neither_connects_if_one_gave_up_before_the_other_had_seen_it(ranks: Any) -> None:
+def test_neither_rank_connects_if_one_gave_up_before_the_other_arrived(ranks: Any) -> None:
     sender, receiver = ranks
     receiver.comes()
     receiver.over.set()
-    gives_up(receiver.waits_for("sender"))
+    assert_gives_up(receiver.waits_for("sender"))
     sender.comes()
 
-    gives_up(sender.waits_for("receiver"))
+    assert_gives_up(sender.waits_for("receiver"))
 
 
-def test_who_gives_up_after_the_other_has_begun_to_connect_connects_too(ranks: Any) -> None:
+def test_a_rank_that_is_closed_after_its_peer_began_to_connect_connects_too(ranks: Any) -> None:
     sender, receiver = ranks
     sender.comes()
     receiver.comes()
@@ -109,7 +111,7 @@ def test_who_gives_up_after_the_other_has_begun_to_connect_connects_too(ranks: A
     assert receiver.waits_for("sender").result(PATIENCE) is None
 
 
-def test_who_ends_does_not_wait_forever_for_one_that_died_after_both_had_agreed_to_connect(
+def test_a_closed_rank_stops_waiting_for_a_peer_that_died_after_both_agreed_to_connect(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_LAST_SECONDS", 0.05)
@@ -120,20 +122,20 @@ def test_who_ends_does_not_wait_forever_for_one_that_died_after_both_had_agreed_
     assert not waiting.done()
     receiver.over.set()
 
-    gives_up(waiting)
+    assert_gives_up(waiting)
 
 
-def test_a_ranks_own_address_says_nothing_of_the_other(ranks: Any) -> None:
+def test_a_rank_that_has_read_only_its_own_address_can_still_give_up(ranks: Any) -> None:
     sender, _ = ranks
     sender.comes()
     sender.rendezvous.wait(["sender"])
     waiting = sender.waits_for("receiver")
     sender.over.set()
 
-    gives_up(waiting)
+    assert_gives_up(waiting)
 
 
-def test_a_rank_that_nobody_takes_is_named_with_what_to_look_at(store: Any) -> None:
+def test_a_rank_whose_link_no_process_takes_is_named_with_what_to_check(store: Any) -> None:
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
         sender = scheme.get_sender()
@@ -144,7 +146,7 @@ def test_a_rank_that_nobody_takes_is_named_with_what_to_look_at(store: Any) -> N
     assert "init_on_worker(..., rank=1)" in report[0].reason
 
 
-def test_a_worker_that_joins_model_after_model_is_not_told_that_it_lacks_one(
+def test_no_model_is_logged_as_missing_while_a_worker_initialises_one_after_another(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("WARNING", "weightsync")
@@ -208,7 +210,7 @@ def test_a_sender_and_a_receiver_of_different_models_are_told_both_names(
             assert not sender._driver.remark(0)
 
 
-def test_no_model_that_was_written_without_the_prefix_is_named(
+def test_models_written_outside_the_stores_prefix_are_not_named(
     store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heartbeat's connection ignores the store's prefix, and must not find the models of another group."""
@@ -230,7 +232,7 @@ def test_no_model_that_was_written_without_the_prefix_is_named(
     assert "another's" not in caplog.text
 
 
-def test_a_sender_whose_link_was_taken_or_that_has_closed_does_not_wait_any_more(store: Any) -> None:
+def test_a_sender_is_not_listed_as_waiting_once_its_link_is_taken_or_it_has_closed(store: Any) -> None:
     waiting = Models(1, SENDERS)
     with contextlib.closing(Client(store)) as client, DistributedWeightSyncScheme() as theirs:
         for model_id in ("policy", "critic"):
@@ -248,7 +250,7 @@ def test_a_sender_whose_link_was_taken_or_that_has_closed_does_not_wait_any_more
             time.sleep(0.01)
 
 
-def test_a_model_for_which_the_list_had_no_room_is_not_said_to_be_missing(store: Any) -> None:
+def test_a_model_that_does_not_fit_into_the_list_is_not_reported_missing(store: Any) -> None:
     models = Models(1, RECEIVERS)
     with contextlib.closing(Client(store)) as client:
         for number in range(32):
@@ -260,7 +262,7 @@ def test_a_model_for_which_the_list_had_no_room_is_not_said_to_be_missing(store:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
+def test_a_second_process_that_receives_for_the_same_rank_logs_a_warning(
     store: Any, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
     caplog.set_level("WARNING", "weightsync")
@@ -283,7 +285,7 @@ def test_a_process_that_receives_for_a_rank_as_another_one_does_says_so(
             time.sleep(0.01)
 
 
-def test_a_receiver_that_listens_again_keeps_its_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_registers_again_keeps_its_rank(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The former listener must not delete the rank's key, by which a second process for the rank is noticed."""
     find, wake, listens = _OtherProcess.find, _Listener._wake, threading.Event()
 
@@ -310,7 +312,7 @@ def test_a_receiver_that_listens_again_keeps_its_rank(store: Any, monkeypatch: p
         assert client.value("weightsync/policy/1/receiver") == process_name().encode()
 
 
-def test_a_worker_that_takes_the_place_of_a_dead_one_says_nothing(store: Any) -> None:
+def test_a_dead_process_of_the_same_rank_does_not_count_as_alive(store: Any) -> None:
     looks: list[bool] = []
     with contextlib.closing(Client(store)) as client:
         client.set("weightsync/policy/1/receiver", b"f" * 32)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, Crew, constants, descriptors, filled, large, serve, shows, small
-from store_fleet import StorePair, joins_a_group_of_its_own, keys_of, leaves_its_group, meet, sums, turn_to
+from store_fleet import StorePair, join_process_group, keys_of, leave_process_group, meet, select_model, sums
 from torch import nn
 
 from weightsync import (
@@ -35,7 +35,7 @@ from weightsync.transports.store.link_threads import LinkThreads
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_acked_means_served_in_processes_of_their_own(crew: Crew, store: Any, sync: bool) -> None:
+def test_acked_versions_are_served_in_worker_processes(crew: Crew, store: Any, sync: bool) -> None:
     workers = crew.start(None, 2)
     scheme = DistributedWeightSyncScheme(sync=sync)
     scheme.init_on_sender("policy", store=store, num_workers=2, model=large(3.0))
@@ -52,14 +52,14 @@ def test_acked_means_served_in_processes_of_their_own(crew: Crew, store: Any, sy
             assert worker.do(shows)[2] == {3.0}
 
 
-def test_a_subset_changes_nobody_else(three: StorePair) -> None:
+def test_a_send_to_a_subset_changes_no_other_worker(three: StorePair) -> None:
     three.sync(worker_ids=[0, 2])
 
     assert [{1.0}, {0.0}, {1.0}] == [constants(model) for model in three.models]
     assert not three.receivers[1].receive(timeout=0.05)
 
 
-def test_small_payloads_go_through_the_store_and_need_no_group(store: Any) -> None:
+def test_small_payloads_need_no_process_group(store: Any) -> None:
     pair = StorePair(store, model=small)
     with contextlib.closing(pair):
         pair.sync()
@@ -68,7 +68,7 @@ def test_small_payloads_go_through_the_store_and_need_no_group(store: Any) -> No
         assert not [key for key in keys_of(store) if "/group/" in key]
 
 
-def test_a_send_async_carries_the_weights_as_they_were(pair: StorePair) -> None:
+def test_send_async_sends_the_weights_as_of_the_call(pair: StorePair) -> None:
     pair.sender.send_async()
     filled(pair.source, 9.0)
     assert pair.receiver.receive(timeout=PATIENCE)
@@ -78,7 +78,7 @@ def test_a_send_async_carries_the_weights_as_they_were(pair: StorePair) -> None:
 
 
 @pytest.mark.parametrize(("make", "kind"), [(large, OutcomeKind.APPLIED), (small, OutcomeKind.REFUSED)])
-def test_a_worker_that_meets_a_replaced_link_first_answers_over_the_newest_in_the_same_call(
+def test_a_worker_that_finds_a_replaced_link_first_answers_over_the_newest_in_the_same_receive(
     store: Any, monkeypatch: pytest.MonkeyPatch, make: Any, kind: OutcomeKind
 ) -> None:
     introduce, worker_listens = LinkThreads._introduce, threading.Event()
@@ -106,7 +106,7 @@ def test_a_worker_that_meets_a_replaced_link_first_answers_over_the_newest_in_th
         assert sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is kind
 
 
-def test_a_refusal_comes_home_with_its_reason_and_the_old_weights_stay(store: Any) -> None:
+def test_a_refusal_is_reported_with_its_reason_and_the_worker_keeps_its_old_weights(store: Any) -> None:
     pair = StorePair(store, workers=1)
     other = DistributedWeightSyncScheme()
     model = nn.Linear(200, 100)
@@ -126,7 +126,7 @@ def test_a_refusal_comes_home_with_its_reason_and_the_old_weights_stay(store: An
     assert torch.equal(before, model.weight)
 
 
-def test_a_hook_that_raises_is_refused_with_its_traceback(pair: StorePair) -> None:
+def test_a_version_that_cannot_be_applied_is_refused_with_the_traceback(pair: StorePair) -> None:
     pair.sync()
 
     def refuse(*_: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_payload_of_many_buckets_arrives_whole(store: Any, sync: bool, monkeyp
             assert torch.equal(tensor, pair.model.state_dict()[name])
 
 
-def test_two_thousand_small_tensors(store: Any) -> None:
+def test_two_thousand_small_tensors_are_applied(store: Any) -> None:
     pair = StorePair(store, model=lambda fill: filled(nn.ParameterList([nn.Parameter(torch.zeros(64))] * 0 + [
         nn.Parameter(torch.zeros(64)) for _ in range(2000)
     ]), fill))  # fmt: skip
@@ -166,8 +166,8 @@ def test_two_thousand_small_tensors(store: Any) -> None:
         assert {1.0} == constants(pair.model)
 
 
-def test_a_frame_beyond_what_a_store_takes_as_one_value(store: Any) -> None:
-    class Wordy(nn.Linear):
+def test_a_frame_larger_than_the_stores_value_limit_arrives(store: Any) -> None:
+    class LinearWithExtraState(nn.Linear):
         words = b""
 
         def get_extra_state(self) -> bytes:
@@ -176,7 +176,7 @@ def test_a_frame_beyond_what_a_store_takes_as_one_value(store: Any) -> None:
         def set_extra_state(self, state: bytes) -> None:
             self.words = state
 
-    pair = StorePair(store, model=lambda fill: filled(Wordy(2, 2), fill))
+    pair = StorePair(store, model=lambda fill: filled(LinearWithExtraState(2, 2), fill))
     pair.source.words = os.urandom(2**23 + 5)  # type: ignore[assignment]
     with contextlib.closing(pair):
         pair.sync()
@@ -184,7 +184,7 @@ def test_a_frame_beyond_what_a_store_takes_as_one_value(store: Any) -> None:
         assert pair.source.words == pair.model.words
 
 
-def test_several_models_of_one_worker(crew: Crew, store: Any) -> None:
+def test_one_worker_serves_several_models(crew: Crew, store: Any) -> None:
     (worker,) = crew.start(None)
     with contextlib.ExitStack() as stack:
         for fill, model_id in ((2.0, "policy"), (5.0, "value.net")):
@@ -194,16 +194,16 @@ def test_several_models_of_one_worker(crew: Crew, store: Any) -> None:
             worker.tell(serve, 1)
             assert scheme.get_sender().send(timeout=PATIENCE).ok
             assert 1 == worker.answer()
-        worker.do(turn_to, "policy")
+        worker.do(select_model, "policy")
         assert {2.0} == worker.do(shows)[2]
-        worker.do(turn_to, "value.net")
+        worker.do(select_model, "value.net")
         assert {5.0} == worker.do(shows)[2]
 
 
-def test_works_beside_the_users_own_process_group(crew: Crew, store: Any) -> None:
+def test_sends_work_beside_the_users_own_process_group(crew: Crew, store: Any) -> None:
     (worker,) = crew.start(None)
-    worker.tell(joins_a_group_of_its_own, store.port, 1, 2)
-    joins_a_group_of_its_own(None, store.port, 0, 2)  # type: ignore[arg-type]
+    worker.tell(join_process_group, store.port, 1, 2)
+    join_process_group(None, store.port, 0, 2)  # type: ignore[arg-type]
     worker.answer()
     try:
         worker.tell(sums, 2.0)
@@ -219,7 +219,7 @@ def test_works_beside_the_users_own_process_group(crew: Crew, store: Any) -> Non
             assert 30.0 == sums(None, 10.0) == worker.answer()
         assert {4.0} == worker.do(shows)[2]
     finally:
-        worker.tell(leaves_its_group)
+        worker.tell(leave_process_group)
         dist.destroy_process_group()
         worker.answer()
 
@@ -240,7 +240,7 @@ def test_a_second_sender_takes_over_and_the_first_is_fenced(pair: StorePair) -> 
         assert {7.0} == constants(pair.model)
 
 
-def test_a_worker_that_comes_late_is_served_what_is_due(store: Any) -> None:
+def test_a_worker_that_connects_after_the_send_gets_the_version(store: Any) -> None:
     scheme, late = DistributedWeightSyncScheme(), DistributedWeightSyncScheme()
     scheme.init_on_sender("policy", store=store, num_workers=1, model=large(6.0))
     model = large()
@@ -253,7 +253,7 @@ def test_a_worker_that_comes_late_is_served_what_is_due(store: Any) -> None:
         assert {6.0} == constants(model)
 
 
-def test_a_receiver_that_closes_is_removed_and_may_come_back(pair: StorePair) -> None:
+def test_a_worker_whose_receiver_closes_is_removed_and_may_join_again(pair: StorePair) -> None:
     pair.sync()
     pair.schemes[0].close()
     again, model = DistributedWeightSyncScheme(), large()
@@ -268,7 +268,7 @@ def test_a_receiver_that_closes_is_removed_and_may_come_back(pair: StorePair) ->
         assert {1.0} == constants(model)
 
 
-def test_prefixes_keep_two_trainings_apart(store: Any) -> None:
+def test_prefix_stores_keep_two_trainings_apart(store: Any) -> None:
     pairs = [StorePair(dist.PrefixStore(name, store)) for name in ("a", "b")]
     filled(pairs[1].source, 8.0)
     try:
@@ -280,13 +280,13 @@ def test_prefixes_keep_two_trainings_apart(store: Any) -> None:
             pair.close()
 
 
-def test_stores_that_cannot_be_met_at_are_refused(tmp_path: Any) -> None:
+def test_stores_other_than_a_tcp_store_are_refused(tmp_path: Any) -> None:
     for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 2)):
         with pytest.raises(ConfigurationError, match="TCPStore"):
             DistributedWeightSyncScheme().init_on_sender("policy", store=store, num_workers=1, model=small())
 
 
-def test_what_is_missing_is_named(store: Any) -> None:
+def test_missing_and_invalid_arguments_are_named_in_the_error(store: Any) -> None:
     with pytest.raises(ValueError, match="num_workers"):
         DistributedWeightSyncScheme().init_on_sender("policy", store=store, model=small())
     with pytest.raises(ValueError, match="rank"):
@@ -304,12 +304,12 @@ def test_what_is_missing_is_named(store: Any) -> None:
     [5, "127.0.0.1", {"host": "127.0.0.1"}, {"host": 5, "port": 1}, {"host": "\0", "port": 1}]
     + [{"host": "127.0.0.1", "port": port} for port in ("1", 0, -1, 2**16, True)],
 )
-def test_what_is_no_address_of_a_store_is_named(info: Any) -> None:
+def test_an_invalid_store_info_raises_configuration_error(info: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^store_info= is "):
         DistributedWeightSyncScheme().init_on_worker("policy", store_info=info, rank=1, model=small())
 
 
-def test_the_time_for_a_store_is_a_number_of_seconds_or_none() -> None:
+def test_the_store_timeout_is_a_number_of_seconds_or_none() -> None:
     for timeout in ("10", -1, float("nan"), True):
         with pytest.raises(ConfigurationError, match=r"^timeout= is "):
             DistributedWeightSyncScheme(timeout=timeout)
@@ -319,7 +319,7 @@ def test_the_time_for_a_store_is_a_number_of_seconds_or_none() -> None:
             assert scheme.get_store_info()["port"] > 0
 
 
-def test_a_scheme_without_a_store_makes_one_and_takes_its_address_along() -> None:
+def test_a_scheme_without_a_store_opens_one_and_pickles_its_address() -> None:
     scheme = DistributedWeightSyncScheme()
     scheme.init_on_sender("policy", num_workers=1, model=large(2.0))
     travelled, model = pickle.loads(pickle.dumps(scheme)), large()
@@ -336,7 +336,7 @@ def test_a_scheme_without_a_store_makes_one_and_takes_its_address_along() -> Non
 
 def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
     gc.collect()
-    before, threads = _stable(descriptors), set(threading.enumerate())
+    before, threads = _sockets_and_eventfds(descriptors), set(threading.enumerate())
     for _ in range(2):
         pair = StorePair(store)
         pair.sync()
@@ -346,13 +346,13 @@ def test_close_leaves_no_thread_and_no_descriptor(store: Any) -> None:
 
     assert not set(threading.enumerate()) - threads
     until = time.monotonic() + 10
-    while len(_stable(descriptors)) > len(before) and time.monotonic() < until:
+    while len(_sockets_and_eventfds(descriptors)) > len(before) and time.monotonic() < until:
         gc.collect()  # torch closes a connection with the last reference to it
         time.sleep(0.05)
-    assert len(before) >= len(_stable(descriptors))
+    assert len(before) >= len(_sockets_and_eventfds(descriptors))
 
 
-def test_in_a_forked_child_links_are_the_parents(pair: StorePair) -> None:
+def test_a_forked_child_is_uninitialized_and_the_parents_links_keep_working(pair: StorePair) -> None:
     pair.sync()
     child = os.fork()
     if child == 0:
@@ -383,14 +383,12 @@ def test_g11_a_payload_that_finds_no_memory_is_refused_and_the_next_one_is_appli
     assert {1.0} == constants(pair.model)
 
 
-def _stable(look: Any) -> dict[str, str]:
+def _sockets_and_eventfds(look: Any) -> dict[str, str]:
     found: dict[str, str] = look()
     return {fd: name for fd, name in found.items() if name.startswith(("socket:", "anon_inode:[eventfd]"))}
 
 
-def test_a_worker_in_another_network_listens_where_it_reaches_the_store(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_in_another_network_still_receives_versions(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = itertools.count()
     monkeypatch.setattr("weightsync.transports.store.link_threads.own_network", lambda: f"{next(names):032x}")
     with contextlib.closing(StorePair(store)) as pair:

@@ -22,7 +22,7 @@ from weightsync.transports.store.store import Client
 PATIENCE = 30.0
 
 
-def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
+def test_heartbeats_continue_while_a_slow_store_is_asked_about_many_links(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One beat for each round of questions would be too few with 60 links at 0.1 s each."""
@@ -45,7 +45,7 @@ def test_a_process_beats_while_it_asks_a_slow_store_about_many_links(
 
 
 @pytest.fixture
-def stopped(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def store_answers(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event until which `store` answers no new connection, while torch waits without a limit."""
     goes_on, real = threading.Event(), stores._new_connection
 
@@ -61,17 +61,19 @@ def stopped(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     blocking_threads._running.end()
 
 
-def test_a_store_that_does_not_answer_holds_up_no_connection_to_another(store: Any, stopped: threading.Event) -> None:
+def test_an_unresponsive_store_does_not_delay_connections_to_another_store(
+    store: Any, store_answers: threading.Event
+) -> None:
     other = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", store=store, num_workers=2, model=nn.Linear(2, 2))
         client = Client(other)
-        assert not stopped.is_set()
+        assert not store_answers.is_set()
         client.close()
 
 
-def test_a_send_over_a_store_that_does_not_answer_says_so_and_then_its_workers_are_lost(
-    store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_a_send_over_an_unresponsive_store_reports_it_and_later_its_workers_are_lost(
+    store: Any, store_answers: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_DIAL_SECONDS", 3.0)
     with DistributedWeightSyncScheme() as scheme:
@@ -79,15 +81,15 @@ def test_a_send_over_a_store_that_does_not_answer_says_so_and_then_its_workers_a
         sender = scheme.get_sender()
         early = sender.send(timeout=0, on_failure="report")
         late = sender.wait_async(timeout=PATIENCE, on_failure="report")
-        assert not stopped.is_set()
+        assert not store_answers.is_set()
 
     assert "the store has not answered this process so far" in early[0].reason
     assert {worker: late[worker].kind for worker in late} == {0: OutcomeKind.LOST, 1: OutcomeKind.LOST}
     assert "is lost with the store: the store has not answered for 3 s" in late[0].reason
 
 
-def test_a_process_whose_store_does_not_answer_ends_as_soon_as_with_one_link(
-    store: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_a_process_with_an_unresponsive_store_ends_without_waiting_for_each_thread_of_each_link(
+    store: Any, store_answers: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end must not wait for each thread of each link, one after another."""
     monkeypatch.setattr(blocking_threads, "_PATIENCE", 0.2)
@@ -109,4 +111,4 @@ def test_a_process_whose_store_does_not_answer_ends_as_soon_as_with_one_link(
 
     assert sum(timeout != 0.0 for timeout in waits) <= 2 * blocking_threads._FEW
     assert waited.seconds < PATIENCE
-    assert not stopped.is_set()
+    assert not store_answers.is_set()

@@ -31,7 +31,7 @@ JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
 BASE = "weightsync/policy/1"
 
 
-class Reception:
+class WorkerLoop:
     """A worker's loop in a thread, which ends once its sender is lost."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
@@ -55,8 +55,8 @@ class Reception:
 
 
 @contextlib.contextmanager
-def serving(receiver: WeightReceiver) -> Iterator[Reception]:
-    loop = Reception(receiver)
+def serving(receiver: WeightReceiver) -> Iterator[WorkerLoop]:
+    loop = WorkerLoop(receiver)
     try:
         yield loop
     finally:
@@ -66,7 +66,7 @@ def serving(receiver: WeightReceiver) -> Iterator[Reception]:
 # ------------------------------------------------------------------------------------ data of strangers
 
 
-class Segments(socket.socket):
+class SegmentedSocket(socket.socket):
     """A socket that receives in segments of three bytes."""
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
@@ -74,9 +74,9 @@ class Segments(socket.socket):
 
 
 @pytest.mark.parametrize(("shown", "named"), [("policy/7 ü", True), ("policy/8 ü", False), ("polic", False)])
-def test_a_link_is_named_by_its_bytes_in_whatever_segments_they_arrive(shown: str, named: bool) -> None:
+def test_the_name_of_a_link_is_recognized_even_if_it_arrives_in_segments(shown: str, named: bool) -> None:
     near, far = socket.socketpair()
-    with near, Segments(fileno=far.detach()) as accepted:
+    with near, SegmentedSocket(fileno=far.detach()) as accepted:
         near.sendall(shown.encode())
         near.shutdown(socket.SHUT_WR)
         assert _names(accepted, "policy/7 ü") is named
@@ -84,7 +84,7 @@ def test_a_link_is_named_by_its_bytes_in_whatever_segments_they_arrive(shown: st
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 @pytest.mark.parametrize("key", [f"{BASE}/newest", f"{BASE}/announced/0", f"{BASE}/announced/1"])
-def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, junk: bytes) -> None:
+def test_junk_under_the_keys_of_announcements_is_ignored(store: Any, key: str, junk: bytes) -> None:
     store.set(key, junk)
     pair = StorePair(store)
     try:
@@ -97,16 +97,16 @@ def test_junk_where_links_are_announced_is_passed_over(store: Any, key: str, jun
         pair.close()
 
 
-class Full(logging.Handler):
+class FailingLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         raise OSError("the log is full")
 
 
-def test_a_receiver_whose_listening_thread_ends_by_a_log_handler_that_raises_says_so(
+def test_receive_raises_if_a_failing_log_handler_has_ended_the_listening_thread(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "logger", logging.Logger("weightsync"))
-    listener.logger.addHandler(Full())
+    listener.logger.addHandler(FailingLogHandler())
     store.set(f"{BASE}/announced/0", b"junk")
     with DistributedWeightSyncScheme() as scheme:
         scheme.init_on_worker("policy", store=store, rank=1, model=small())
@@ -116,7 +116,7 @@ def test_a_receiver_whose_listening_thread_ends_by_a_log_handler_that_raises_say
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_junk_where_the_ends_of_a_link_introduce_themselves_is_passed_over(
+def test_junk_under_the_keys_of_introductions_is_ignored(
     store: Any, monkeypatch: pytest.MonkeyPatch, way: str, junk: bytes
 ) -> None:
     name = "0123456789abcdef" * 2
@@ -147,7 +147,7 @@ def test_a_strangers_connection_to_a_worker_is_closed_and_the_sender_gets_its_li
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
-def test_junk_where_a_link_is_taken_or_a_group_is_agreed_on_is_written_over(
+def test_junk_under_the_keys_of_claims_and_group_agreements_is_overwritten(
     row: tuple[Client, Inbox], junk: bytes
 ) -> None:
     client, name = row[0], "0123456789abcdef" * 2
@@ -160,13 +160,13 @@ def test_junk_where_a_link_is_taken_or_a_group_is_agreed_on_is_written_over(
     assert [rendezvous._agree("connect"), rendezvous._agree("given up")] == ["connect", "connect"]
 
 
-def test_a_link_that_was_withdrawn_is_taken_by_nobody(row: tuple[Client, Inbox]) -> None:
+def test_a_withdrawn_link_cannot_be_claimed(row: tuple[Client, Inbox]) -> None:
     client, name = row[0], "0123456789abcdef" * 2
     client.set(f"weightsync/link/{name}/taken", b"closed")
     assert not announcing.claim_link(client, name)
 
 
-def test_junk_in_a_heartbeat_harms_nobody(pair: StorePair) -> None:
+def test_junk_in_a_heartbeat_is_overwritten_and_loses_no_worker(pair: StorePair) -> None:
     assert pair.sync().ok
     beats = f"weightsync/heartbeat/{heartbeat.process_name()}"
     pair.store.set(beats, "junk")
@@ -186,7 +186,7 @@ NAME = b"0123456789abcdef" * 2
 NAMES = NAME + b" " + NAME + b" 127.0.0.1:4711"
 
 
-def test_messages_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> None:
+def test_mailbox_messages_arrive_unchanged_and_in_order_until_the_end(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
     for words in (NAME, NAMES, NAME):
@@ -199,7 +199,7 @@ def test_messages_come_out_as_they_were_written(row: tuple[Client, Inbox]) -> No
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
-def test_junk_before_the_end_of_a_row_is_passed_over(row: tuple[Client, Inbox], junk: bytes) -> None:
+def test_junk_before_the_end_of_an_inbox_is_ignored(row: tuple[Client, Inbox], junk: bytes) -> None:
     client, inbox = row
     client.set("row/0", junk)
     Inbox.end(client, "row", inbox.number)
@@ -207,7 +207,7 @@ def test_junk_before_the_end_of_a_row_is_passed_over(row: tuple[Client, Inbox], 
         inbox.take()
 
 
-def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(row: tuple[Client, Inbox]) -> None:
+def test_an_overwritten_message_raises_transport_error(row: tuple[Client, Inbox]) -> None:
     client, inbox = row
     outbox = Outbox(client, "row")
     outbox.put(NAME)
@@ -217,7 +217,7 @@ def test_a_message_that_was_written_over_is_a_lost_link_and_no_protocol_error(ro
         inbox.take()
 
 
-def test_a_value_is_read_without_waiting_whether_or_not_it_is_there(row: tuple[Client, Inbox]) -> None:
+def test_reading_a_value_never_waits_for_it_to_be_written(row: tuple[Client, Inbox]) -> None:
     client, _ = row
     assert client.value("nothing") is None
     assert client.peek("nothing") is None
@@ -232,7 +232,7 @@ def test_a_value_is_read_without_waiting_whether_or_not_it_is_there(row: tuple[C
 # ------------------------------------------------------------------------------- no descriptor is left
 
 
-class Scarce:
+class DescriptorShortage:
     """Makes new connections fail for lack of descriptors, until ``over`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +249,11 @@ class Scarce:
         monkeypatch.setattr(stores, "_require_descriptors", require)
 
 
-def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_can_be_added_again(
+def test_a_link_without_descriptors_is_lost_at_once_and_its_worker_can_be_added_again(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.sync().ok
-    scarce = Scarce(monkeypatch)
+    scarce = DescriptorShortage(monkeypatch)
     with serving(pair.receiver) as loop:
         pair.sender.add_worker(0, (pair.store, 1))
         with pytest.raises(WorkerLostError, match="Too many open files"):
@@ -262,13 +262,13 @@ def test_a_link_whose_threads_find_no_descriptor_is_lost_at_once_and_its_worker_
         until(lambda: bool(loop.raised))
         assert isinstance(loop.raised[0], TransportError)
         pair.receiver.register_worker_transport((pair.store, 1))
-        again = Reception(pair.receiver)
+        again = WorkerLoop(pair.receiver)
         pair.sender.add_worker(0, (pair.store, 1))
         assert pair.sender.send(timeout=PATIENCE).ok
     again.end()
 
 
-def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
+def test_a_sender_is_told_that_a_worker_without_descriptors_has_closed_its_link(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocking_threads, "_LOOK_SECONDS", 0.01)
@@ -298,7 +298,7 @@ def test_a_sender_is_told_of_a_worker_that_found_no_descriptor_for_its_link(
     assert "closed this link" in report[0].reason
 
 
-def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of_the_next(
+def test_a_worker_without_descriptors_declines_a_new_link_and_accepts_the_next(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.sync().ok
@@ -323,7 +323,7 @@ def test_a_worker_that_has_no_descriptor_for_a_new_link_declines_it_and_hears_of
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_store_that_is_dialled_without_descriptors_is_a_transport_error_at_once(store: Any, left: int) -> None:
+def test_connecting_to_a_store_without_descriptors_raises_transport_error_at_once(store: Any, left: int) -> None:
     with descriptors_left(left), pytest.raises(TransportError, match="Too many open files"):
         Client(store)
 
@@ -349,7 +349,7 @@ def listeners() -> int:
     return sum(thread.name == "weightsync-listener" for thread in threading.enumerate())
 
 
-def test_registering_again_and_again_leaves_one_listener(pair: StorePair) -> None:
+def test_registering_repeatedly_leaves_one_listener(pair: StorePair) -> None:
     assert pair.sync().ok
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -371,9 +371,7 @@ def being_announced(pair: StorePair) -> list[announcing.Where]:
     return [where for where in list(announcing._under_way._pending) if where.port == stores.base_of(pair.store).port]
 
 
-def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
-    pair: StorePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_cannot_reach_the_store_delays_no_goodbye(pair: StorePair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.sync().ok
 
     def unreachable(_: Any) -> None:
@@ -386,7 +384,7 @@ def test_a_link_that_cannot_reach_the_store_holds_up_no_goodbye(
     until(lambda: not being_announced(pair))
 
 
-def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
+def test_a_link_that_loses_the_store_while_being_announced_delays_no_goodbye(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.sync().ok
@@ -403,7 +401,7 @@ def test_a_link_that_loses_the_store_as_it_is_announced_holds_up_no_goodbye(
     until(lambda: not being_announced(pair))
 
 
-def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
+def test_a_worker_that_gets_a_new_link_never_reports_its_sender_lost(
     pair: StorePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.sync().ok
@@ -423,7 +421,7 @@ def test_a_worker_that_gets_a_new_link_never_thinks_that_its_sender_is_gone(
 
 
 @pytest.mark.parametrize("keys", [{}, {"WEIGHTSYNC_KEY": "a key of sixteen characters or more"}], ids=len)
-def test_a_goodbye_waits_until_the_receiver_has_the_new_link_that_was_announced_before(
+def test_a_goodbye_waits_until_the_receiver_has_the_link_announced_before_it(
     store: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str]
 ) -> None:
     for name, key in keys.items():
@@ -443,7 +441,7 @@ def test_a_goodbye_waits_until_the_receiver_has_the_new_link_that_was_announced_
         assert loop.raised == []
 
 
-def test_a_handshake_that_arrives_after_that_of_a_newer_link_of_the_same_sender_replaces_nothing(
+def test_a_late_handshake_of_an_older_link_does_not_replace_the_senders_newer_link(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim, claimed, greeted = Client.claim, [], threading.Event()
@@ -468,7 +466,7 @@ def test_a_handshake_that_arrives_after_that_of_a_newer_link_of_the_same_sender_
         assert loop.raised == []
 
 
-def test_a_trainer_keeps_nothing_of_links_that_have_been_announced(pair: StorePair) -> None:
+def test_a_trainer_forgets_links_once_they_have_been_announced(pair: StorePair) -> None:
     for _ in range(3):
         pair.sender.add_worker(0, (pair.store, 1))
         assert pair.sync().ok

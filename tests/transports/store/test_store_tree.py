@@ -26,7 +26,7 @@ def depth(parents: list[int | None], index: int) -> int:
 
 
 @given(FLEETS, st.integers(1, 9))
-def test_nobody_has_more_children_than_the_width_or_gets_a_payload_from_itself(nodes: list[Node], width: int) -> None:
+def test_no_worker_has_more_children_than_the_width_or_is_its_own_ancestor(nodes: list[Node], width: int) -> None:
     parents = tree_of(nodes, width)
     children = Counter(parent for parent in parents if parent is not None)
 
@@ -43,7 +43,7 @@ def test_every_worker_can_reach_its_parent(nodes: list[Node], width: int) -> Non
 
 
 @given(st.lists(NODES, max_size=60), st.integers(1, 9))
-def test_the_trainer_has_more_children_only_if_nobody_else_has_room(nodes: list[Node], width: int) -> None:
+def test_the_trainer_exceeds_the_width_only_if_no_worker_has_room_for_a_child(nodes: list[Node], width: int) -> None:
     parents = tree_of(nodes, width)
     able = sum(node.passes_on for node in nodes)
 
@@ -56,13 +56,13 @@ def test_the_tree_is_as_shallow_as_it_can_be(workers: int, width: int, deepest: 
     assert max(depth(parents, index) for index in range(workers)) == deepest
 
 
-def test_a_leaf_gets_its_payload_from_the_first_that_has_room_and_else_from_the_trainer() -> None:
+def test_the_parent_of_a_leaf_is_the_first_worker_with_room_or_else_the_trainer() -> None:
     leaf = Node(b"one", passes_on=False)
     assert tree_of([Node(b"one"), leaf, leaf], 1) == [None, 0, None]
     assert tree_of([Node(b"one"), leaf, leaf, leaf, leaf], 2) == [None, None, 0, 0, None]
 
 
-def test_workers_of_one_host_are_mostly_one_anothers_parents() -> None:
+def test_most_workers_have_a_parent_on_their_own_host() -> None:
     nodes = [Node(bytes([index % 8])) for index in range(64)]  # eight hosts, in rotation
     parents = tree_of(nodes, 2)
     across = sum(parent is None or nodes[parent].host != nodes[index].host for index, parent in enumerate(parents))
@@ -82,12 +82,12 @@ ROUTES = [
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=repr)
-def test_what_is_said_comes_out_as_it_was(route: Route) -> None:
+def test_fan_out_messages_survive_encoding_and_decoding(route: Route) -> None:
     assert route_in(memoryview(route.encoded())) == route
 
 
 @pytest.mark.parametrize("text", [b"", b"WSY", b"WSYN\x01", b"WSYK\x01"])
-def test_other_texts_are_left_to_others(text: bytes) -> None:
+def test_other_texts_are_not_read_as_fan_out_messages(text: bytes) -> None:
     assert route_in(memoryview(text)) is None
 
 
@@ -110,12 +110,12 @@ def test_other_texts_are_left_to_others(text: bytes) -> None:
     ],
     ids=repr,
 )
-def test_malformed_texts_are_protocol_errors(text: bytes) -> None:
+def test_malformed_fan_out_messages_raise_protocol_error(text: bytes) -> None:
     with pytest.raises(ProtocolError, match="fan-out is malformed"):
         route_in(memoryview(text))
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(rest: bytes) -> None:
+def test_any_bytes_are_decoded_or_raise_protocol_error(rest: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         assert route_in(memoryview(b"WSYF" + rest)) is not None

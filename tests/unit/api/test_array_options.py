@@ -40,7 +40,7 @@ ARRAYS = (
 )
 
 
-class Nothing(Carrier):
+class NullCarrier(Carrier):
     """A carrier that never delivers anything."""
 
     def update_info(self, bucket: Any) -> Mapping[str, Any]:
@@ -48,14 +48,14 @@ class Nothing(Carrier):
 
 
 #: The callables under test, and the arguments that each must have.
-MADE: dict[Callable[..., Any], dict[str, Any]] = {
+CONSTRUCTORS: dict[Callable[..., Any], dict[str, Any]] = {
     **{getattr(weightsync, name): {} for name in weightsync.__all__ if name.endswith("WeightSyncScheme")},
     weightsync.RayModuleTransformScheme: {},
     weightsync.VLLMIPCCarrier: {},
     weightsync.VLLMNCCLCarrier: {"world_size": 2},
     weightsync.SGLangNCCLCarrier: {"world_size": 2},
     WorkerGroup: {"run": print, "model": nn.Linear(2, 2), "num_workers": 1},
-    VLLMEngine: {"engine": "http://localhost:1", "carrier": Nothing()},
+    VLLMEngine: {"engine": "http://localhost:1", "carrier": NullCarrier()},
     SGLangEngine: {"url": "http://localhost:1"},
     weightsync.RayTransport: {},
     Loader: {"load": print},
@@ -63,7 +63,7 @@ MADE: dict[Callable[..., Any], dict[str, Any]] = {
     WeightSyncScheme.from_backend: {"backend": "process"},
     weightsync.register_weight_sync_backend: {"backend": "one of my own"},
 }
-del MADE[WeightSyncScheme]
+del CONSTRUCTORS[WeightSyncScheme]
 
 
 def arguments_of(call: Callable[..., Any]) -> list[str]:
@@ -71,21 +71,21 @@ def arguments_of(call: Callable[..., Any]) -> list[str]:
     return [each.name for each in found if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
 
 
-def refuses_arrays(call: Callable[..., Any], argument: str) -> None:
+def pass_each_array(call: Callable[..., Any], argument: str) -> None:
     """Pass each array for an argument. It may be accepted, as names may, or refused by an error of weightsync."""
     for array in ARRAYS:
         with contextlib.suppress(WeightSyncError):
             call(**{argument: array})
 
 
-@pytest.mark.parametrize("made", MADE, ids=lambda made: made.__name__)
-def test_what_is_made_refuses_arrays(made: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("made", CONSTRUCTORS, ids=lambda made: made.__name__)
+def test_constructors_accept_arrays_or_raise_a_weightsync_error(made: Callable[..., Any]) -> None:
     for argument in arguments_of(made):
-        refuses_arrays(lambda **given: made(**{**MADE[made], **given}), argument)
+        pass_each_array(lambda **given: made(**{**CONSTRUCTORS[made], **given}), argument)
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=repr)
-def test_an_array_is_no_option(array: Any) -> None:
+def test_an_array_as_verify_option_is_refused(array: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^verify=.* is unknown: choose one of 'auto', 'digest', 'layout'"):
         Verify(array)
 
@@ -99,33 +99,33 @@ def ends() -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("argument", ["pipes", "names", "num_workers", "expected_workers", "fence", "check_finite"])
-def test_the_trainers_side_refuses_arrays(argument: str, ends: tuple[Any, Any]) -> None:
+def test_init_on_sender_accepts_arrays_or_raises_a_weightsync_error(argument: str, ends: tuple[Any, Any]) -> None:
     def init(**given: Any) -> None:
         with MultiProcessWeightSyncScheme() as scheme:
             scheme.init_on_sender("policy", **{"pipes": [ends[0]], "model": nn.Linear(2, 2), **given})
 
-    refuses_arrays(init, argument)
+    pass_each_array(init, argument)
 
 
 @pytest.mark.parametrize("argument", ["pipe", "names", "name_map", "bucket_bytes", "worker_idx", "loader"])
-def test_the_workers_side_refuses_arrays(argument: str, ends: tuple[Any, Any]) -> None:
+def test_init_on_worker_accepts_arrays_or_raises_a_weightsync_error(argument: str, ends: tuple[Any, Any]) -> None:
     def init(**given: Any) -> None:
         with MultiProcessWeightSyncScheme() as scheme:
             scheme.init_on_worker("policy", **{"pipe": ends[1], "model": nn.Linear(2, 2), **given})
 
-    refuses_arrays(init, argument)
+    pass_each_array(init, argument)
 
 
 @pytest.mark.parametrize("call", ["send", "send_async", "wait_async", "await_workers"])
-def test_a_call_refuses_arrays(call: str, ends: tuple[Any, Any]) -> None:
+def test_calls_of_a_sender_accept_arrays_or_raise_a_weightsync_error(call: str, ends: tuple[Any, Any]) -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[ends[0]], model=nn.Linear(2, 2))
         asked = getattr(scheme.get_sender(), call)
         for argument in arguments_of(asked):
-            refuses_arrays(lambda **given: asked(**{"timeout": 0.0, **given}), argument)
+            pass_each_array(lambda **given: asked(**{"timeout": 0.0, **given}), argument)
 
 
-def test_numpys_integers_count_as_ints(ends: tuple[Any, Any]) -> None:
+def test_numpy_integers_are_accepted_as_ints(ends: tuple[Any, Any]) -> None:
     one = numpy.int64(1)
     assert SGLangEngine("http://localhost:1", tp_size=one, bucket_bytes=one).bucket_bytes == 1
     assert type(weightsync.DistributedWeightSyncScheme(fanout=one).fanout) is int

@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parents[2]
 #: Files whose tests skip for another reason than a missing tool, and that reason.
-OTHERS = {
+OTHER_REASONS = {
     "missing.py": "it is how tests skip",
     "unit/api/test_skips.py": "it tests that",
     "unit/weights/test_devices.py": "GPUs",
@@ -33,8 +33,8 @@ def is_pytests(node: ast.expr) -> bool:
     return ast.unparse(node) in ("pytest", "pytest.mark")
 
 
-def test_only_these_skip_for_other_reasons_than_a_missing_tool() -> None:
-    assert {str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if skips(path)} == set(OTHERS)
+def test_only_the_listed_files_skip_for_other_reasons_than_a_missing_tool() -> None:
+    assert {str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if skips(path)} == set(OTHER_REASONS)
 
 
 def test_a_missing_tool_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,9 @@ def test_a_missing_tool_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
         missing.installed("pytest", "surely_no_such_module", what="A THING", extra="dev")
 
 
-def test_a_folder_of_a_modules_name_is_not_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_the_name_of_a_module_does_not_count_as_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("CI", raising=False)
@@ -54,13 +56,13 @@ def test_a_folder_of_a_modules_name_is_not_the_module(tmp_path: Path, monkeypatc
         missing.installed("only_a_folder", what="A THING", extra="dev")
 
 
-def test_elsewhere_it_is_skipped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_ci_a_missing_tool_skips_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="A THING WAS NOT TESTED: no tool"):
         missing.not_tested("A THING", "no tool")
 
 
-def test_gpus_may_be_missing_in_ci_too_unless_they_are_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_skip_in_ci_unless_weightsync_gpus_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     monkeypatch.delenv("WEIGHTSYNC_GPUS", raising=False)
     with pytest.raises(pytest.skip.Exception, match="NCCL WAS NOT TESTED"):

@@ -67,7 +67,7 @@ def test_every_error_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_each_survives_pickling_and_copying(error: errors.WeightSyncError) -> None:
+def test_every_error_survives_pickling_and_copying(error: errors.WeightSyncError) -> None:
     for clone in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(clone) is type(error)
         assert vars(clone) == vars(error)
@@ -75,12 +75,12 @@ def test_each_survives_pickling_and_copying(error: errors.WeightSyncError) -> No
 
 
 @pytest.mark.parametrize(("kind", "bases"), BASES.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_the_documented_types_stay_bases(kind: type, bases: tuple[type, ...]) -> None:
+def test_errors_keep_their_documented_base_classes(kind: type, bases: tuple[type, ...]) -> None:
     for base in (*bases, errors.WeightSyncError, RuntimeError):
         assert issubclass(kind, base)
 
 
-def test_a_state_error_says_who_where_what_and_what_else() -> None:
+def test_a_state_error_names_the_object_its_state_the_call_and_the_allowed_calls() -> None:
     hinted = errors.StateError("sender", "closed", "send", ["close"], "this sender is closed. Make a new one.")
     bare = errors.StateError("scheme", "uninitialized", "get_sender", ["init_on_sender", "close"])
 
@@ -101,7 +101,7 @@ def test_a_state_error_says_who_where_what_and_what_else() -> None:
         (OutcomeKind.ABANDONED, errors.SyncError),
     ],
 )
-def test_failures_of_one_kind_have_their_own_error(kind: OutcomeKind, error: type[errors.SyncError]) -> None:
+def test_failures_of_one_kind_raise_their_own_error(kind: OutcomeKind, error: type[errors.SyncError]) -> None:
     failed = report(w0=OutcomeKind.APPLIED, w1=kind)
 
     with pytest.raises(error) as caught:
@@ -125,7 +125,7 @@ def test_workers_with_the_same_outcome_are_reported_once() -> None:
     assert "\n  workers 0-2, 5, 7-8: REFUSED (too small)\n" in str(report.error())
 
 
-def test_a_reason_is_not_said_again_by_the_last_line_of_its_traceback() -> None:
+def test_the_last_line_of_a_traceback_does_not_repeat_the_reason() -> None:
     outcome = Outcome(
         kind=OutcomeKind.REFUSED, reason="too small", remote_traceback="  at f()\nLayoutError: too small\n"
     )
@@ -133,7 +133,7 @@ def test_a_reason_is_not_said_again_by_the_last_line_of_its_traceback() -> None:
     assert str(outcome) == "REFUSED (too small)\n  at f()\nLayoutError"
 
 
-def test_failures_of_several_kinds_have_the_common_one() -> None:
+def test_failures_of_several_kinds_raise_a_sync_error() -> None:
     with pytest.raises(errors.SyncError) as caught:
         report(w0=OutcomeKind.LOST, w1=OutcomeKind.REFUSED).raise_on_failure()
 
@@ -147,7 +147,7 @@ def test_g11_only_applied_pending_and_skipped_do_not_raise() -> None:
     assert report(w0=OutcomeKind.APPLIED).ok
 
 
-def test_a_worker_that_said_goodbye_is_not_said_to_remain() -> None:
+def test_the_error_does_not_call_a_worker_that_said_goodbye_a_member() -> None:
     lost = {0: Outcome(kind=OutcomeKind.LOST, reason="dead"), 1: Outcome(kind=OutcomeKind.LOST, reason="said goodbye")}
     both = SyncReport(model_id="policy", version=1, incarnation=9, outcomes=lost, left={1: "it was closed"})
     gone = replace(both, outcomes={1: lost[1]})
@@ -158,7 +158,7 @@ def test_a_worker_that_said_goodbye_is_not_said_to_remain() -> None:
         assert "A worker that said goodbye is no longer a member" in text
 
 
-def test_a_fenced_worker_s_error_carries_the_fence_to_rise_above() -> None:
+def test_the_error_of_a_fenced_sender_has_the_fence() -> None:
     outcome = Outcome(kind=OutcomeKind.LOST, reason="FENCED", fence=12)
     report = SyncReport(model_id="policy", version=1, incarnation=9, outcomes={0: outcome})
 

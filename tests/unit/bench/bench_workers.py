@@ -10,7 +10,7 @@ from torch import nn
 from weightsync.bench import models, schemes
 
 
-def keeps_something_else(channel: Any, *rest: Any) -> None:
+def serves_other_weights_than_it_acks(channel: Any, *rest: Any) -> None:
     """A worker whose live weights are not those that it acks."""
     honest = models.digest_of_model
 

@@ -65,7 +65,7 @@ def results(*cases: Case, **machine: str) -> Results:
 # ------------------------------------------------------------------------------------------------------ JSON
 
 
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_survive_writing_and_reading(tmp_path: Path) -> None:
     written = results(case(floor(Floor.MEMCPY, 40), took(SHARED, 44, 0.1, trainer_calls=150, worker_calls=90)))
     write_report(written.record(), tmp_path / "a.json")
 
@@ -84,13 +84,13 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         ('{"schema": 99}', "is of schema 99, and this weightsync reads 1: measure again"),
     ],
 )
-def test_what_is_no_results_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_without_valid_results_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigurationError, match=said):
         Results.read(tmp_path / "a.json")
 
 
-def test_results_whose_numbers_are_none_are_refused_when_they_are_read(tmp_path: Path) -> None:
+def test_results_with_text_in_place_of_a_number_are_refused_when_they_are_read(tmp_path: Path) -> None:
     record = results(case(took(SHARED, 90))).record()
     record["cases"][0]["measured"][0]["median"] = "90 ms"
     (tmp_path / "a.json").write_text(json.dumps(record))
@@ -100,9 +100,7 @@ def test_results_whose_numbers_are_none_are_refused_when_they_are_read(tmp_path:
 
 
 @pytest.mark.parametrize("median", [0, -1.0, float("nan")])
-def test_results_with_a_time_that_none_can_be_compared_with_are_refused_when_they_are_read(
-    median: float, tmp_path: Path
-) -> None:
+def test_results_with_a_time_that_is_not_positive_are_refused_when_they_are_read(median: float, tmp_path: Path) -> None:
     record = results(case(took(SHARED, 90))).record()
     record["cases"][0]["measured"][0]["median"] = median
     (tmp_path / "a.json").write_text(json.dumps(record))
@@ -111,7 +109,7 @@ def test_results_with_a_time_that_none_can_be_compared_with_are_refused_when_the
         Results.read(tmp_path / "a.json")
 
 
-def test_a_later_run_of_a_case_takes_the_place_of_the_earlier_one_and_other_cases_stay() -> None:
+def test_a_later_run_of_a_case_replaces_the_earlier_one_and_other_cases_stay() -> None:
     slow, quick = case(took(SHARED, 90)), case(took(SHARED, 50))
     others = case(took(PIPE, 70)), case(took(SHARED, 60), workers=4)
 
@@ -126,7 +124,7 @@ def test_results_of_different_machines_are_not_joined() -> None:
         results().joined(results(cores="16"))
 
 
-def test_results_of_one_machine_are_joined_though_only_one_run_used_its_gpu() -> None:
+def test_results_of_one_machine_are_joined_although_only_one_run_used_its_gpu() -> None:
     on_cpu, on_gpu = results(case(took(SHARED, 40))), results(case(took(SHARED, 4), device="cuda"), gpu="a GPU")
 
     for joined in (on_cpu.joined(on_gpu), on_gpu.joined(on_cpu)):
@@ -154,7 +152,7 @@ def test_results_of_one_machine_are_joined_though_only_one_run_used_its_gpu() ->
         (Label("shared", Kind.ASYNC, "digest"), "S", Floor.MEMCPY),
     ],
 )
-def test_a_ratio_is_to_the_floor_that_belongs_to_the_path(label: Label, payload: str, wanted: Floor) -> None:
+def test_a_ratio_uses_the_floor_of_the_contenders_path(label: Label, payload: str, wanted: Floor) -> None:
     floors = [floor(each, 10.0 * number) for number, each in enumerate(Floor, 1)]
     measured = took(label, 60)
     found = ratio(case(*floors, measured, payload=payload), measured, 0.25)
@@ -191,7 +189,7 @@ def test_a_floor_that_was_not_measured_gives_no_ratio() -> None:
         (20.0, 0.3, Verdict.REACHED),
     ],
 )
-def test_a_noisy_floor_judges_no_target_unless_the_quartiles_agree(
+def test_a_target_with_a_noisy_floor_is_judged_only_if_the_quartiles_agree(
     measured: float, spread: float, verdict: Verdict
 ) -> None:
     found = results(case(floor(Floor.MEMCPY, 40, spread), took(SHARED, measured)))
@@ -203,7 +201,7 @@ def test_a_noisy_floor_judges_no_target_unless_the_quartiles_agree(
     assert f"1 {verdict.value}" in reached(found)
 
 
-def test_targets_follow_threads_verification_calls_and_the_device() -> None:
+def test_targets_depend_on_threads_verification_calls_and_the_device() -> None:
     threaded = case(floor(Floor.MEMCPY, 40), took(SHARED, 50), threads=8)
     layout = case(took(SHARED, 50), took(Label("shared", Kind.SCHEME, "layout"), 40), payload="M")
     calls = case(took(SHARED, 1, trainer_calls=211, worker_calls=150), payload="E")
@@ -220,7 +218,7 @@ def test_targets_follow_threads_verification_calls_and_the_device() -> None:
     ]
 
 
-def test_the_tables_say_what_is_noisy_and_what_was_left_out() -> None:
+def test_the_tables_mark_noisy_values_and_list_what_was_left_out() -> None:
     measured = case(floor(Floor.MEMCPY, 40, 0.3), took(SHARED, 44, trainer_calls=1234))
 
     assert case_rows(measured, 0.25) == [
@@ -260,7 +258,7 @@ def test_two_runs_are_compared_in_units_of_their_own_floors(
     assert compared_rows(first, second)[1][-1] == change.value
 
 
-def test_times_are_compared_whatever_the_noise_of_a_floor_that_they_are_not_in_units_of() -> None:
+def test_absolute_times_are_compared_although_another_floor_is_noisy() -> None:
     first, second = (results(case(floor(Floor.MEMCPY, 40, 0.6), floor(Floor.TCP, time))) for time in (10, 30))
 
     of_memcpy, of_tcp = compare(first, second)
@@ -272,7 +270,7 @@ def test_times_are_compared_whatever_the_noise_of_a_floor_that_they_are_not_in_u
 # -------------------------------------------------------------------------------------------------- settings
 
 
-def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> None:
+def test_comma_separated_options_become_settings_and_an_equivalent_command() -> None:
     settings = Settings(
         payloads("T, S", "mine:model"), numbers("1,4"), members(SchemeName, "process,shared"), ("layout",)
     )
@@ -287,7 +285,7 @@ def test_lists_of_words_become_settings_and_a_command_that_repeats_them() -> Non
     assert [each.name for each in payloads(None, "mine:model")] == ["mine:model"]
 
 
-def test_the_largest_payload_is_sent_only_where_it_is_named() -> None:
+def test_the_largest_payload_is_sent_only_if_it_is_named() -> None:
     assert "G" not in [each.name for each in (*payloads(None, None), *Settings().payloads)]
     assert [each.nbytes for each in payloads("G", None)] == [2048 * MIB]
 
@@ -296,13 +294,15 @@ def test_the_largest_payload_is_sent_only_where_it_is_named() -> None:
     ("device", "mode"),
     [(Device.CPU, Mode.MAP), (Device.CUDA, Mode.MAP_ON_DEVICE), (Device.CUDA_TO_CPU, Mode.MAP)],
 )
-def test_what_is_shared_is_mapped_on_a_gpu_too(device: Device, mode: Mode) -> None:
+def test_the_shared_scheme_maps_weights_on_the_host_and_on_a_gpu(device: Device, mode: Mode) -> None:
     with make_scheme(SchemeName.SHARED, "auto", device) as scheme:
         assert scheme.apply_mode is mode
 
 
 @pytest.mark.parametrize(("free", "fits"), [(2**40, True), (2**30, False)])
-def test_what_does_not_fit_on_the_gpu_is_not_begun(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
+def test_a_case_that_does_not_fit_on_the_gpu_is_too_large(
+    monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
     monkeypatch.setattr(running, "available_memory", lambda: 2**40)
     chosen = Settings(device=Device.CUDA, schemes=(SchemeName.SHARED, SchemeName.PROCESS))
@@ -341,7 +341,7 @@ def test_wrong_settings_are_refused(make: object, said: str) -> None:
 # ----------------------------------------------------------------------------------------- the page, the picture
 
 
-def test_the_page_is_rendered_from_the_stored_results_and_a_page_that_differs_is_told_of(
+def test_the_page_is_rendered_from_the_stored_results_and_an_outdated_page_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / performance.RESULTS).mkdir(parents=True)
@@ -377,13 +377,13 @@ def test_a_stored_result_that_names_a_path_is_refused(tmp_path: Path) -> None:
         performance.read(tmp_path)
 
 
-def test_a_picture_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_picture_without_the_plot_extra_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"weightsync bench --plot needs the extra 'plot'"):
         plot(results(), tmp_path / "a.png")
 
 
-def test_a_picture_has_each_contender_against_size_and_against_workers(tmp_path: Path) -> None:
+def test_a_picture_is_written_as_png_and_an_empty_or_unwritable_one_is_refused(tmp_path: Path) -> None:
     missing.installed("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
     contenders = (floor(Floor.MEMCPY, 40), took(SHARED, 44, 0.2))
     cases = [case(*contenders, workers=workers) for workers in (1, 4)]

@@ -66,7 +66,7 @@ def labels(case: Case, kind: Kind) -> set[str]:
 
 
 @pytest.mark.gloo
-def test_every_contender_of_a_case_is_timed_as_often_as_the_others_with_its_calls() -> None:
+def test_every_contender_of_a_case_is_timed_equally_often_and_its_calls_are_counted() -> None:
     chosen = (SchemeName.SHARED, SchemeName.PROCESS, SchemeName.DISTRIBUTED)
     case = measure(*chosen, workers=(2,), verify=("default",))
 
@@ -85,7 +85,7 @@ def test_every_contender_of_a_case_is_timed_as_often_as_the_others_with_its_call
 
 @pytest.mark.torchrl
 @pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # a warning of TorchRL's own
-def test_torchrls_schemes_are_measured_beside_ours() -> None:
+def test_torchrls_own_schemes_are_measured() -> None:
     installed("torchrl", what="TORCHRL'S SCHEMES IN THE BENCH", extra="torchrl")
     case = measure(SchemeName.TORCHRL_PIPE, SchemeName.TORCHRL_SHARED)
 
@@ -101,7 +101,7 @@ def test_ray_is_measured_with_its_floor(cluster: object) -> None:
     assert labels(case, Kind.SCHEME) == {"ray"}
 
 
-def test_a_run_tells_how_it_goes() -> None:
+def test_a_run_reports_its_progress_to_its_observer() -> None:
     listening = Listening()
     run(Settings((PAYLOADS["E"],), (1,), (SchemeName.PROCESS,), ("layout",), rounds=1), listening)
 
@@ -112,7 +112,7 @@ def test_a_run_tells_how_it_goes() -> None:
 
 
 def test_weights_that_did_not_arrive_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.bench.schemes.serve", bench_workers.keeps_something_else)
+    monkeypatch.setattr("weightsync.bench.schemes.serve", bench_workers.serves_other_weights_than_it_acks)
 
     with pytest.raises(BenchError, match="process, layout: the weights did not arrive at worker 0"):
         measure(SchemeName.PROCESS, verify=("layout",))
@@ -132,7 +132,7 @@ def test_a_floor_that_copies_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch
         (bench_workers.raises, "process, layout: worker 0 failed: ZeroDivisionError: planted"),
     ],
 )
-def test_a_worker_that_ends_is_named(worker: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_or_fails_is_named(worker: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.bench.schemes.serve", worker)
 
     with pytest.raises(BenchError, match=said):
@@ -154,7 +154,7 @@ def test_the_contender_whose_worker_is_killed_while_it_is_measured_is_named(monk
         measure(SchemeName.PROCESS, verify=("layout",))
 
 
-def test_what_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schemes_that_are_not_installed_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_running, "installed", lambda name: False)
 
     assert missing(Settings()) == {
@@ -180,7 +180,7 @@ def test_a_case_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------------------------------- models
 
 
-def test_a_payload_has_its_bytes_in_its_tensors_and_each_change_changes_them() -> None:
+def test_a_payload_has_its_stated_size_and_each_change_alters_its_digest() -> None:
     source = Source(TINY, "cpu")
     seen = set()
     for _ in range(5):
@@ -191,7 +191,7 @@ def test_a_payload_has_its_bytes_in_its_tensors_and_each_change_changes_them() -
 
 
 @pytest.mark.parametrize("factory", ["channels_last", "transposed", "empty_first"])
-def test_each_change_changes_a_users_model_whatever_its_first_tensor_is(factory: str) -> None:
+def test_each_change_alters_a_users_model_with_any_kind_of_first_tensor(factory: str) -> None:
     source = Source(Payload(factory, 0, 0, f"bench_workers:{factory}"), "cpu")
     seen = set()
     for _ in range(5):
@@ -201,7 +201,7 @@ def test_each_change_changes_a_users_model_whatever_its_first_tensor_is(factory:
     assert len(seen) == 5
 
 
-def test_each_change_changes_tied_weights_too() -> None:
+def test_each_change_alters_tied_weights_too() -> None:
     source = Source(Payload("tied", 0, 0, "bench_workers:tied"), "cpu")
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
 
@@ -233,7 +233,7 @@ def test_a_users_own_model_is_measured() -> None:
         ("bench_workers:without_weights", "ValueError: it has no floating-point weights to change"),
     ],
 )
-def test_a_factory_that_gives_no_model_is_refused_with_the_command_that_tries_it(factory: str, said: str) -> None:
+def test_a_factory_without_a_usable_model_is_refused_with_a_command_to_try_it(factory: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said) as refused:
         Source(Payload(factory, 0, 0, factory), "cpu")
 
@@ -243,7 +243,7 @@ def test_a_factory_that_gives_no_model_is_refused_with_the_command_that_tries_it
 
 
 def test_a_factory_that_is_not_found_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_running, "start_forkserver", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setattr(bench_running, "start_forkserver", lambda *_: pytest.fail("a process was started"))
 
     with pytest.raises(ConfigurationError, match="No module named 'no_such_module'"):
         measure(SchemeName.PROCESS, payloads=payloads(None, "no_such_module:model"))
@@ -253,14 +253,14 @@ def test_a_factory_that_is_not_found_is_refused_before_a_process_starts(monkeypa
 
 
 @pytest.mark.parametrize("rest", [[], ["--json", "-"]])
-def test_results_are_not_appended_to_nothing(rest: list[str]) -> None:
+def test_append_without_a_json_file_is_refused(rest: list[str]) -> None:
     refused = CliRunner().invoke(build(), ["bench", "--append", *rest])
 
     assert isinstance(refused.exception, ConfigurationError)
     assert "--append needs --json FILE" in str(refused.exception)
 
 
-def test_the_command_writes_what_it_measured_and_appends_other_cases(
+def test_the_command_writes_its_results_and_appends_other_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
@@ -297,7 +297,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
         (["--append", "--json", "a.json"], "results of different machines are not joined"),
     ],
 )
-def test_results_that_nothing_could_be_done_with_are_not_measured(
+def test_results_that_could_not_be_written_or_joined_are_not_measured(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -333,7 +333,7 @@ def test_results_are_shown_although_a_file_cannot_be_written_in_the_end(
 @pytest.mark.rpc
 @pytest.mark.timeout(300)  # on a loaded machine its processes take most of a minute to start
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_every_process_ends_with_the_command_however_it_is_ended(end: signal.Signals) -> None:
+def test_every_process_ends_when_the_command_is_interrupted_or_killed(end: signal.Signals) -> None:
     chosen = ("--payloads", "S", "--verify", "layout", "--schemes", "process,rpc")
     endless = ("--seconds", "600", "--rounds", "1000000")
     with running("bench", *chosen, *endless, begun="7 contenders carry weights, by digest") as (process, mark):

@@ -33,7 +33,7 @@ class Silent:
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def notice_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notice the end of a worker at the first look, and give each step unlimited time."""
     monkeypatch.setattr(watching, "TICK", 0.01)
     monkeypatch.setattr(watching, "NOTICE_TIMEOUT", 0.0)
@@ -64,7 +64,7 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def test_a_step_that_waits_for_ever_for_a_worker_that_was_killed_ends_and_names_it(
+def test_a_step_that_waits_for_a_killed_worker_ends_and_names_the_worker(
     worker: subprocess.Popen[bytes],
 ) -> None:
     answers = multiprocessing.get_context("spawn").Queue()
@@ -74,7 +74,7 @@ def test_a_step_that_waits_for_ever_for_a_worker_that_was_killed_ends_and_names_
         watchdog.do("a scheme", answers.get)
 
 
-def test_a_step_that_takes_too_long_ends_and_names_the_worker_that_is_stopped(
+def test_a_step_that_times_out_names_the_stopped_worker_and_kills_it(
     worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop(worker)
@@ -86,7 +86,7 @@ def test_a_step_that_takes_too_long_ends_and_names_the_worker_that_is_stopped(
     assert worker.wait() == -signal.SIGKILL
 
 
-def test_what_a_scheme_says_of_the_workers_that_the_watchdog_killed_does_not_hide_why(
+def test_errors_about_workers_that_the_watchdog_killed_do_not_hide_the_timeout(
     worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def send() -> None:
@@ -116,21 +116,19 @@ def test_an_error_of_a_step_names_the_worker_that_has_ended(error: Exception, wo
         (BenchError("worker 0 failed"), "worker 0 failed"),
     ],
 )
-def test_other_errors_of_a_step_are_said_with_its_name_unless_they_are_the_benchs_own(
-    error: Exception, said: str
-) -> None:
+def test_other_errors_of_a_step_get_its_name_unless_they_are_bench_errors(error: Exception, said: str) -> None:
     with Watchdog() as watchdog, pytest.raises(BenchError) as raised:
         watchdog.do("a step", lambda: fail(error))
 
     assert str(raised.value) == said
 
 
-def test_a_defect_in_a_step_stays_what_it_is() -> None:
+def test_a_programming_error_in_a_step_is_raised_unchanged() -> None:
     with Watchdog() as watchdog, pytest.raises(ZeroDivisionError):
         watchdog.do("a step", lambda: fail(ZeroDivisionError()))
 
 
-def test_a_worker_that_is_stopped_is_killed_when_a_step_is_interrupted(worker: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_worker_is_killed_when_a_step_is_interrupted(worker: subprocess.Popen[bytes]) -> None:
     stop(worker)
     with Watchdog() as watchdog, pytest.raises(KeyboardInterrupt):
         watchdog.do("a step", lambda: fail(KeyboardInterrupt()))
@@ -138,7 +136,7 @@ def test_a_worker_that_is_stopped_is_killed_when_a_step_is_interrupted(worker: s
     assert worker.wait() == -signal.SIGKILL
 
 
-def test_a_worker_that_may_end_and_a_signal_of_another_program_disturb_no_step(
+def test_the_end_of_a_forgotten_worker_and_a_foreign_signal_disturb_no_step(
     worker: subprocess.Popen[bytes],
 ) -> None:
     before = signal.getsignal(signal.SIGUSR2)
@@ -155,7 +153,7 @@ def test_a_worker_that_may_end_and_a_signal_of_another_program_disturb_no_step(
 # ------------------------------------------------------------------------------------------------------ whole runs
 
 
-def test_a_run_ends_when_a_floors_worker_is_stopped(monkeypatch: pytest.MonkeyPatch, forkserver: object) -> None:
+def test_a_run_ends_when_a_worker_of_the_floors_is_stopped(monkeypatch: pytest.MonkeyPatch, forkserver: object) -> None:
     stopped: list[Any] = []
     honest = FloorWorkers.copy_out
 

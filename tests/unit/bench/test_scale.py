@@ -24,25 +24,27 @@ STORED = {
 }
 
 
-def test_a_send_is_calculated_as_the_page_says() -> None:
+def test_the_time_of_a_send_follows_the_formula_on_the_page() -> None:
     assert scale.per_worker(STORED) == pytest.approx(0.2e-3)
     assert scale.seconds(STORED, 10e9, links=100, copies=4, rate=1e9) == pytest.approx(1.0 + 40.0 + 0.02)
 
 
-def test_an_answer_costs_what_is_counted() -> None:
+def test_an_answer_costs_about_the_same_with_40_and_400_workers() -> None:
     few, many = _step(40), _step(400)
 
     assert 10 < many["calls"] <= 1.2 * few["calls"]
 
 
-def test_the_page_is_compared_without_torch() -> None:
+def test_the_page_is_checked_without_importing_torch() -> None:
     checked = "import sys, scale; assert not scale.main(['--check']); sys.exit('torch' in sys.modules)"
     spec = Path(scale.__file__).parent
 
     assert subprocess.run([sys.executable, "-c", checked], cwd=spec, check=False).returncode == 0
 
 
-def test_the_page_is_rendered_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_rendered_and_an_outdated_page_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / scale.PAGE
     page.parent.mkdir()
     sections = "".join(f"<!-- generated: {name} -->\n<!-- /generated -->\n" for name in ("measured", "calculated"))

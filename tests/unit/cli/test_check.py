@@ -91,7 +91,7 @@ def test_each_command_is_introduced_by_the_first_line_of_its_docstring(name: str
     assert text.splitlines()[0] == COMMANDS[name]
 
 
-def test_check_does_not_wait_for_torch() -> None:
+def test_the_help_of_check_does_not_import_torch() -> None:
     code = "import sys; from weightsync.cli._app import build; build()(['check', '-h'], standalone_mode=False)"
     script = f"{code}; sys.exit('torch' in sys.modules)"
 
@@ -107,7 +107,7 @@ def test_the_version_is_reported(runner: CliRunner) -> None:
     assert result.output.startswith("weightsync ")
 
 
-def test_list_shows_all_and_runs_none(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_shows_all_configurations_and_runs_none(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("weightsync.cli.check"), "find_toolchain", pytest.fail)
 
     result = runner.invoke(build(), ["check", "--list", "--model", str(SPECS)])
@@ -118,7 +118,9 @@ def test_list_shows_all_and_runs_none(runner: CliRunner, monkeypatch: pytest.Mon
     assert "Small violated" in result.output
 
 
-def test_a_missing_tool_is_one_line_and_exit_code_2(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tool_is_a_one_line_error_with_exit_code_2(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> Any:
         raise ToolMissingError("Java is missing: install it.")
 
@@ -145,7 +147,7 @@ def test_an_unknown_configuration_is_an_error_in_one_line(
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
-def test_a_missing_extra_is_one_line(
+def test_a_missing_extra_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("weightsync.cli.")]:
@@ -161,7 +163,7 @@ def test_a_missing_extra_is_one_line(
     assert said == "weightsync: The command line needs the extra 'cli': pip install 'weightsync[cli]'.\n"
 
 
-def test_without_a_terminal_there_is_a_line_for_each(manifest: Manifest) -> None:
+def test_without_a_terminal_there_is_a_line_for_each_configuration(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120)
     with display.Display(console, 2) as shown:
         shown.started(manifest.select(["Holds"])[0])
@@ -177,7 +179,7 @@ def test_without_a_terminal_there_is_a_line_for_each(manifest: Manifest) -> None
     ]
 
 
-def test_on_a_terminal_a_row_shows_how_far_a_run_is(manifest: Manifest) -> None:
+def test_on_a_terminal_a_row_shows_the_progress_of_a_run(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     [larger] = manifest.select(["HoldsLarger"])
     shown = display.Display(console, 1)
@@ -206,7 +208,7 @@ def test_the_live_display_can_be_entered_and_left(manifest: Manifest) -> None:
     assert "2,002 distinct states" in console.file.getvalue()
 
 
-def test_the_table_says_what_each_speaks_of(manifest: Manifest) -> None:
+def test_the_table_of_results_lists_guarantees_and_verdicts(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(display.results([verdict(manifest, "Holds"), verdict(manifest, "TooSmall", ("no",))]))
 

@@ -53,7 +53,7 @@ def test_every_scheme_has_its_needs_and_every_need_a_probe() -> None:
     assert {need for needs in NEEDS.values() for need in needs} <= set(PROBES)
 
 
-def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_open() -> None:
+def test_schemes_without_extras_work_on_this_machine_and_no_descriptor_is_left_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
 
     found = Diagnosis({name: PROBES[name]() for name in PROBES if name not in ("Ray", "TorchRL")} | {"Ray": _absent()})
@@ -93,7 +93,7 @@ def test_on_this_machine_the_schemes_without_extras_work_and_nothing_is_left_ope
         ("ray", (os, "access", lambda *_: False), Status.FAILS, "Ray does not start"),
     ],
 )
-def test_what_does_not_work_is_named_with_its_remedy(
+def test_each_planted_fault_is_found_with_its_status_and_remedy(
     monkeypatch: pytest.MonkeyPatch,
     probe: str,
     planted: tuple[object, str, object],
@@ -109,7 +109,7 @@ def test_what_does_not_work_is_named_with_its_remedy(
     assert (found.status, said in found.remedy) == (status, True), found
 
 
-def test_a_command_without_a_folder_for_temporary_files_says_what_to_do(
+def test_a_missing_folder_for_temporary_files_is_an_error_with_advice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def build_none() -> object:
@@ -126,7 +126,7 @@ def test_a_command_without_a_folder_for_temporary_files_says_what_to_do(
     )
 
 
-def test_memory_that_may_be_locked_matters_where_there_is_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_locked_memory_matters_only_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     without = _limits.locked_memory(tmp_path / "none")
     (tmp_path / "mlx5_0").mkdir()
@@ -137,7 +137,7 @@ def test_memory_that_may_be_locked_matters_where_there_is_rdma(tmp_path: Path, m
     assert "ulimit -l unlimited" in there.remedy
 
 
-def test_the_limits_of_a_container_count(tmp_path: Path) -> None:
+def test_the_limits_of_a_container_are_found(tmp_path: Path) -> None:
     (tmp_path / "pids.max").write_text("100\n")
     (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
     processes, memory = _limits.processes(tmp_path), _limits.shared_memory_size(tmp_path / "none", tmp_path)
@@ -159,7 +159,7 @@ def test_the_limits_of_a_container_count(tmp_path: Path) -> None:
         (-1, "; 0.0 GiB of memory available within the limit of the container (cgroup)"),
     ],
 )
-def test_memory_is_available_within_the_limit_of_the_container(
+def test_available_memory_is_capped_by_the_limit_of_the_container(
     monkeypatch: pytest.MonkeyPatch, container: int | None, found: str
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"MemFree: 1 kB\nMemAvailable: {8 << 20} kB\n")
@@ -176,7 +176,7 @@ def test_a_small_shared_memory_file_system_is_named(monkeypatch: pytest.MonkeyPa
     assert found.detail == f"memfds as large as memory; 64.0 MiB free in {tmp_path}"
 
 
-def test_a_package_that_is_installed_and_broken_is_named_and_the_rest_is_found(
+def test_a_broken_package_is_reported_and_the_other_probes_still_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken() -> Finding:
@@ -203,7 +203,7 @@ def test_engines_that_are_installed_are_named_without_being_imported(monkeypatch
     assert "vllm" not in sys.modules
 
 
-def test_a_name_that_does_not_resolve_or_takes_too_long_limits_the_schemes_that_need_it(
+def test_an_unresolved_or_slow_host_name_has_the_status_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unknown, answered = _probes.own_name(_refuse(errno.ENOENT)), threading.Event()
@@ -217,7 +217,7 @@ def test_a_name_that_does_not_resolve_or_takes_too_long_limits_the_schemes_that_
     assert "/etc/hosts" in slow.remedy
 
 
-def test_an_interface_for_gloo_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_for_gloo_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
 
     found = _probes.torch_distributed()
@@ -227,7 +227,7 @@ def test_an_interface_for_gloo_that_is_not_there_is_named(monkeypatch: pytest.Mo
     assert "lo" in found.remedy
 
 
-def test_a_scheme_is_as_good_as_the_worst_of_what_it_needs() -> None:
+def test_a_scheme_has_the_worst_status_of_the_probes_that_it_needs() -> None:
     works = {name: Finding(Status.WORKS, "here") for name in PROBES}
     absent = Diagnosis({**works, "Ray": _absent(), "open files": Finding(Status.LIMITED, "256", "ulimit")})
     broken = Diagnosis({**works, "shared memory": Finding(Status.FAILS, "none", "allow it")})

@@ -58,7 +58,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
-def test_every_command_has_json_and_says_its_exit_codes(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_every_command_lists_json_and_the_exit_codes(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -70,7 +72,7 @@ def test_every_command_has_json_and_says_its_exit_codes(words: list[str], monkey
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
-def test_a_default_among_choices_is_a_string_as_the_lowest_release_of_typer_needs(words: list[str]) -> None:
+def test_defaults_of_enum_options_are_strings_for_the_lowest_release_of_typer(words: list[str]) -> None:
     context: Any = None
     command: Any = get_command(build())
     for word in words:
@@ -81,7 +83,7 @@ def test_a_default_among_choices_is_a_string_as_the_lowest_release_of_typer_need
     assert all(isinstance(each, str) for each in chosen.values() if isinstance(each, Enum)), chosen
 
 
-def test_the_help_of_bench_names_the_extra_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_bench_names_the_plot_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -98,7 +100,7 @@ def test_the_documents_have_every_command_and_its_exit_codes() -> None:
 
 
 #: For each command, its other arguments, and a check of its JSON.
-PRINTED: Mapping[str, tuple[Callable[[str, Path], list[str]], Callable[[Any], bool]]] = {
+JSON_EXAMPLES: Mapping[str, tuple[Callable[[str, Path], list[str]], Callable[[Any], bool]]] = {
     "check": (lambda trace, folder: ["--list", "MCAsync"], lambda data: data[0]["name"] == "MCAsync"),
     "doctor": (lambda trace, folder: [], lambda data: data["healthy"]),
     "verify": (lambda trace, folder: [trace], lambda data: len(data["runs"]) == 1),
@@ -113,12 +115,12 @@ PRINTED: Mapping[str, tuple[Callable[[str, Path], list[str]], Callable[[Any], bo
 }
 
 
-def test_every_command_is_tried_below() -> None:
-    assert sorted(PRINTED) == sorted(" ".join(words) for words in commands())
+def test_every_command_has_a_json_example() -> None:
+    assert sorted(JSON_EXAMPLES) == sorted(" ".join(words) for words in commands())
 
 
 @pytest.fixture
-def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+def fixed_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the work of slow commands by fixed results."""
     used = Usage(1, 2, 3, 0)
     monkeypatch.setattr(Soak, "run", lambda *_: Tally(versions=3, before=used, after=used))
@@ -127,14 +129,14 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PROBES", {name: lambda: Finding(Status.WORKS, "so it is") for name in doctor.PROBES})
 
 
-@pytest.mark.usefixtures("cheap")
+@pytest.mark.usefixtures("fixed_results")
 @pytest.mark.parametrize("option", [["--json", "-"], ["--json"]], ids=" ".join)
-@pytest.mark.parametrize("name", PRINTED)
-def test_json_alone_is_printed_and_what_people_read_goes_to_standard_error(
+@pytest.mark.parametrize("name", JSON_EXAMPLES)
+def test_standard_output_has_only_json_and_standard_error_the_readable_text(
     name: str, option: list[str], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    arguments, holds = PRINTED[name]
+    arguments, holds = JSON_EXAMPLES[name]
 
     ran = separate_outputs().invoke(build(), [*name.split(), *arguments(trace, tmp_path), *option])
 
@@ -159,7 +161,7 @@ main()
 """
 
 
-def test_what_libraries_and_child_processes_print_is_not_mixed_into_the_json() -> None:
+def test_output_of_libraries_and_child_processes_is_not_mixed_into_the_json() -> None:
     ran = subprocess.run([sys.executable, "-c", _NOISY, "doctor", "--json"], capture_output=True, text=True, check=True)
 
     assert json.loads(ran.stdout)["healthy"]
@@ -176,16 +178,16 @@ def test_what_libraries_and_child_processes_print_is_not_mixed_into_the_json() -
         ("--json", "--json -"),
     ],
 )
-def test_json_without_a_file_is_printed_wherever_another_option_or_nothing_follows(given: str, meant: str) -> None:
+def test_json_without_a_file_means_standard_output(given: str, meant: str) -> None:
     assert with_file_of_json(given.split()) == meant.split()
 
 
-@pytest.mark.usefixtures("cheap")
-@pytest.mark.parametrize("name", PRINTED)
-def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(
+@pytest.mark.usefixtures("fixed_results")
+@pytest.mark.parametrize("name", JSON_EXAMPLES)
+def test_unwritable_results_are_a_one_line_error_with_exit_code_1(
     name: str, trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, _ = PRINTED[name]
+    arguments, _ = JSON_EXAMPLES[name]
     nowhere = str(tmp_path / "no" / "folder.json")
     monkeypatch.setattr("sys.argv", ["weightsync", *name.split(), *arguments(trace, tmp_path), "--json", nowhere])
 
@@ -198,11 +200,11 @@ def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(
 
 @pytest.mark.parametrize("name", ["soak", "bench", "demo"])
 @pytest.mark.parametrize("nowhere", ["no/folder.json", ".", "long" * 100, "file/folder.json"])
-def test_results_that_cannot_be_written_are_refused_before_the_command_takes_its_time(
+def test_an_unwritable_path_for_results_is_refused_before_the_command_runs(
     name: str, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for begin in ("weightsync.bench.running.run", "weightsync.soak.run.Soak.run", "weightsync.cli.demo.run"):
-        monkeypatch.setattr(begin, lambda *_: pytest.fail("it begins"))
+        monkeypatch.setattr(begin, lambda *_: pytest.fail("the command ran"))
     (tmp_path / "file").touch()
 
     refused = CliRunner().invoke(build(), [name, "--json", str(tmp_path / nowhere)])
@@ -213,9 +215,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_command_takes_its
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("option", ["", "--json -"])
-def test_a_command_whose_caller_closed_its_standard_streams_does_its_work(
-    closed: str, option: str, trace: str, tmp_path: Path
-) -> None:
+def test_a_command_works_with_closed_standard_streams(closed: str, option: str, trace: str, tmp_path: Path) -> None:
     drawn = tmp_path / "run.svg"
     command = f'exec "$0" -m weightsync trace export "$1" --to "$2" {option} {closed}'
 
@@ -225,7 +225,7 @@ def test_a_command_whose_caller_closed_its_standard_streams_does_its_work(
     assert (ran.returncode, "Traceback" in ran.stderr, drawn.exists()) == (0, False, True), ran.stderr
 
 
-def test_a_command_whose_output_goes_to_a_full_disk_says_so_and_has_exit_code_1() -> None:
+def test_output_to_a_full_disk_is_a_one_line_error_with_exit_code_1() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         ran = subprocess.run(
             [sys.executable, "-m", "weightsync", "--version"],
@@ -244,7 +244,7 @@ def test_a_command_whose_output_goes_to_a_full_disk_says_so_and_has_exit_code_1(
 @pytest.mark.parametrize(
     "error", [ConnectionRefusedError(errno.ECONNREFUSED, "refused"), OSError(errno.ENOSPC, "full", "/tmp/x")]
 )
-def test_an_error_of_something_else_than_standard_output_prints_nothing_there(
+def test_errors_unrelated_to_standard_output_are_raised_and_print_nothing(
     error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -258,7 +258,7 @@ def test_an_error_of_something_else_than_standard_output_prints_nothing_there(
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_an_encoding_lacks_is_replaced_in_charts(trace: str) -> None:
+def test_characters_missing_from_the_encoding_are_replaced_in_charts(trace: str) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "weightsync", "trace", "show", trace],
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},

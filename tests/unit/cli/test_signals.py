@@ -27,7 +27,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @pytest.mark.parametrize(
     ("first", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)]
 )
-def test_the_signals_after_the_first_do_not_disturb_the_end_and_say_so(
+def test_signals_after_the_first_do_not_interrupt_the_cleanup_and_print_a_notice(
     first: signal.Signals, raised: type[BaseException], capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = []
@@ -51,7 +51,7 @@ def test_the_signals_after_the_first_do_not_disturb_the_end_and_say_so(
         assert error.value.code == 128 + first
 
 
-def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were() -> None:
+def test_signal_handlers_are_restored_after_a_command_that_no_signal_ended() -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
     with ended_by_signals():
         assert [signal.getsignal(number) for number in NUMBERS] != before
@@ -76,7 +76,7 @@ def test_rays_handler_of_sigterm_gives_the_exit_code_of_sigterm(code: int, exit_
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_signal_ends_the_jvms_that_follow_traces_and_removes_their_folders(
+def test_a_signal_ends_the_jvms_of_verify_tlc_and_removes_their_folders(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java, begun, temporary = tmp_path / "java", tmp_path / "begun", tmp_path / "temporary"

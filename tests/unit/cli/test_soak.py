@@ -32,7 +32,7 @@ from weightsync.soak.run import WEIGHTS, Action, Soak, Tally, Usage
 from weightsync.soak.worker import SoakModel
 
 
-class Each(Soak):
+class EachActionSoak(Soak):
     """A soak that takes each action once, in the order of the enum, and ends."""
 
     def run_each(self, *actions: Action) -> Tally:
@@ -57,7 +57,7 @@ class Each(Soak):
         pytest.param(SchemeName.RAY, marks=(pytest.mark.ray, pytest.mark.timeout(600))),
     ],
 )
-def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName, forkserver: Any) -> None:
+def test_a_run_of_each_action_finds_no_fault_and_leaks_nothing(scheme: SchemeName, forkserver: Any) -> None:
     if scheme is SchemeName.RPC:
         apart(forkserver, take_each_action, scheme, "fork")  # another fork server would import torch once more
     else:
@@ -65,7 +65,7 @@ def test_each_action_once_finds_nothing_and_leaves_nothing(scheme: SchemeName, f
 
 
 def take_each_action(scheme: SchemeName, method: str = "forkserver") -> None:
-    soak = Each(scheme, workers=2, nbytes=1 << 18)
+    soak = EachActionSoak(scheme, workers=2, nbytes=1 << 18)
     soak._context = soak._setup._context = multiprocessing.get_context(method)
     tally = soak.run_each()
 
@@ -83,12 +83,12 @@ def take_each_action(scheme: SchemeName, method: str = "forkserver") -> None:
 
 
 @pytest.fixture
-def soak() -> Iterator[Each]:
-    return Each(SchemeName.SHARED, workers=2, nbytes=1 << 12)
+def soak() -> Iterator[EachActionSoak]:
+    return EachActionSoak(SchemeName.SHARED, workers=2, nbytes=1 << 12)
 
 
-def test_a_worker_that_serves_something_else_than_it_acked_is_found(
-    soak: Each, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_serves_other_weights_than_it_acked_is_found(
+    soak: EachActionSoak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soak, "_next_value", _forgetful(soak))
 
@@ -109,7 +109,7 @@ def _forgetful(soak: Soak) -> object:
 
 
 @pytest.mark.untraced("as above")
-def test_an_outcome_that_may_not_be_is_found(soak: Each, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_that_is_not_allowed_is_found(soak: EachActionSoak, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_MAY_DIE", frozenset({OutcomeKind.TIMED_OUT}))
 
     tally = soak.run_each(Action.KILL)
@@ -117,7 +117,7 @@ def test_an_outcome_that_may_not_be_is_found(soak: Each, monkeypatch: pytest.Mon
     assert any("worker" in finding and "version" in finding for finding in tally.findings), tally.findings
 
 
-def test_weights_of_two_versions_are_not_whole() -> None:
+def test_a_model_with_weights_of_two_versions_is_not_whole() -> None:
     model = SoakModel(1 << 12, 3.0)
     assert model.is_whole()
 
@@ -128,8 +128,8 @@ def test_weights_of_two_versions_are_not_whole() -> None:
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_over_rpc_workers_are_killed_as_long_as_others_wait_in_its_world(
-    soak: Each, monkeypatch: pytest.MonkeyPatch
+def test_over_rpc_workers_are_killed_only_while_spare_workers_wait(
+    soak: EachActionSoak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[list[Action]] = []
     monkeypatch.setattr(soak._random, "choices", lambda actions, _: chosen.append(actions) or [Action.SEND])
@@ -144,7 +144,7 @@ def test_over_rpc_workers_are_killed_as_long_as_others_wait_in_its_world(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_kind_of_action_comes_once_before_any_comes_again(seed: int) -> None:
+def test_every_action_is_taken_once_before_any_is_repeated(seed: int) -> None:
     soak = Soak(SchemeName.SHARED, workers=2, nbytes=8, seed=seed)
     taken = []
     for _ in range(3 * len(Action)):
@@ -155,7 +155,7 @@ def test_each_kind_of_action_comes_once_before_any_comes_again(seed: int) -> Non
     assert Action.SEND in taken[len(Action) :]
 
 
-def test_it_needs_two_workers_and_every_action_has_its_weight() -> None:
+def test_a_soak_needs_two_workers_and_a_weight_for_every_action() -> None:
     assert set(WEIGHTS) == set(Action)
     with pytest.raises(ConfigurationError, match="at least 2"):
         Soak(SchemeName.SHARED, workers=1)
@@ -166,7 +166,7 @@ def _sleep(channel: Connection) -> None:
     threading.Event().wait()
 
 
-def test_a_worker_whose_start_was_interrupted_does_not_work_and_ends_with_its_trainer(forkserver: Any) -> None:
+def test_a_worker_whose_start_was_interrupted_runs_nothing_and_ends_with_its_trainer(forkserver: Any) -> None:
     worker = LocalWorker("worker 0", _sleep, (), forkserver)
     worker.process.start()  # as if Ctrl-C arrived before this returned
     assert not worker.channel.poll(0.5)
@@ -178,7 +178,7 @@ def test_a_worker_whose_start_was_interrupted_does_not_work_and_ends_with_its_tr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_soak_that_is_ended_by_a_signal_ends_what_it_started(
+def test_a_soak_ended_by_a_signal_cleans_up_and_has_the_signals_exit_code(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []
@@ -199,17 +199,17 @@ def test_a_soak_that_is_ended_by_a_signal_ends_what_it_started(
     assert (done.exit_code, ended) == (128 + number, [True])
 
 
-def test_a_size_without_end_is_a_wrong_option() -> None:
+def test_an_infinite_size_is_a_usage_error() -> None:
     done = CliRunner().invoke(build(), ["soak", "--mib", "inf"])
 
     assert done.exit_code == 2
 
 
 @pytest.mark.parametrize("option", ["minutes", "mib"])
-def test_nan_is_a_wrong_option_though_it_is_in_the_range_for_releases_of_typer_that_use_click(
+def test_nan_is_a_usage_error_although_the_range_check_of_click_accepts_it(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Soak, "run", lambda *_: pytest.fail("it begins"))
+    monkeypatch.setattr(Soak, "run", lambda *_: pytest.fail("the soak ran"))
 
     with pytest.raises(typer.BadParameter, match="not a number"):
         command(**{option: math.nan})

@@ -50,7 +50,7 @@ def chart(folder: Path) -> Chart:
     return chart_of(run)
 
 
-def test_an_update_is_a_send_an_arrow_there_a_step_and_an_arrow_back(chart: Chart) -> None:
+def test_an_update_is_charted_as_a_send_a_message_a_step_and_an_ack(chart: Chart) -> None:
     assert chart.lanes == ("sender (policy)", "receiver (policy)")
     shown = [(row.kind, row.lane, row.to, row.text) for row in chart.rows]
     wanted = [
@@ -66,7 +66,7 @@ def test_an_update_is_a_send_an_arrow_there_a_step_and_an_arrow_back(chart: Char
     assert all(row in rest for row in wanted), shown
 
 
-def test_a_message_that_arrived_nowhere_is_shown_as_lost(chart: Chart) -> None:
+def test_an_undelivered_message_is_shown_as_lost(chart: Chart) -> None:
     assert [row.text for row in chart.rows if row.kind is RowKind.LOST and "Update" in row.text] == [
         "Update v2, which arrived nowhere"
     ]
@@ -85,7 +85,7 @@ def test_states_of_a_machine_follow_each_other_without_a_gap(chart: Chart) -> No
     assert [state.name for state in chart.states if state.lane == 0][-1] == "closed"
 
 
-def test_the_terminal_has_a_line_for_each_row_and_arrows_point_where_messages_went(chart: Chart) -> None:
+def test_the_terminal_chart_has_a_line_per_row_and_arrows_in_message_direction(chart: Chart) -> None:
     lines = [line.plain for line in drawn(chart, 100)]
 
     assert len(lines) == len(chart.rows) + 1
@@ -107,7 +107,7 @@ def test_the_svg_is_xml_with_the_text_of_every_row(chart: Chart) -> None:
     )
 
 
-def test_a_chart_names_its_model_without_what_xml_or_a_terminal_cannot_show(tmp_path: Path) -> None:
+def test_characters_that_xml_or_a_terminal_cannot_show_are_replaced_in_model_names(tmp_path: Path) -> None:
     name = "critic <&> \x00\x1b[31m\u202e"
     with recorder.record(tmp_path), weightsync.MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(name, num_workers=0, pipes=[], model=torch.nn.Linear(2, 2))
@@ -120,7 +120,7 @@ def test_a_chart_names_its_model_without_what_xml_or_a_terminal_cannot_show(tmp_
     assert chart.lanes[0] in texts
 
 
-def test_perfetto_gets_a_thread_a_machine_and_a_flow_for_each_message(chart: Chart) -> None:
+def test_the_perfetto_export_has_a_thread_per_machine_and_a_flow_per_message(chart: Chart) -> None:
     events = json.loads(perfetto(chart))["traceEvents"]
     flows = {phase: sorted(event["id"] for event in events if event["ph"] == phase) for phase in "sf"}
 
@@ -160,7 +160,7 @@ def test_json_on_standard_output_has_every_row_and_the_chart_is_on_standard_erro
 
 
 @pytest.mark.parametrize("words", [["--run", "7"], []], ids=["no such run", "no trace"])
-def test_what_cannot_be_shown_is_said_with_exit_code_2(folder: Path, tmp_path: Path, words: list[str]) -> None:
+def test_a_missing_run_or_trace_is_reported_with_exit_code_2(folder: Path, tmp_path: Path, words: list[str]) -> None:
     place = folder if words else tmp_path
 
     found = CliRunner().invoke(build(), ["trace", "show", str(place), *words])

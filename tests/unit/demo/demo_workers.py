@@ -13,7 +13,7 @@ from weightsync.demo import Settings
 from weightsync.demo.worker import Rollout, act
 
 
-def serves_something_else(worker: Worker, settings: Settings) -> None:
+def serves_changed_weights(worker: Worker, settings: Settings) -> None:
     """Change the last worker's live model before its digest is taken."""
     honest = worker.receiver.digest
 

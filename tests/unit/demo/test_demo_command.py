@@ -58,7 +58,7 @@ def test_bad_options_are_refused_in_one_line(
     assert complaint(monkeypatch, capsys, *arguments) == f"weightsync: {said}\n"
 
 
-def test_an_unknown_scheme_is_refused_with_the_names_of_those_there_are(runner: CliRunner) -> None:
+def test_an_unknown_scheme_is_refused_with_the_names_of_all_schemes(runner: CliRunner) -> None:
     shown = runner.invoke(build(), ["demo", "--scheme", "pigeon"])
 
     assert shown.exit_code == 2
@@ -76,7 +76,7 @@ def test_a_missing_gymnasium_is_named_with_its_extra(
     assert said == "weightsync: weightsync demo needs the extra 'rl': pip install 'weightsync[rl]'.\n"
 
 
-def test_plain_lines_and_the_json_tell_all_there_is(
+def test_the_plain_lines_and_the_json_file_report_the_whole_run(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     end_after(20, monkeypatch)
@@ -104,7 +104,7 @@ def test_plain_lines_and_the_json_tell_all_there_is(
 def test_a_digest_that_differs_fails_the_run_with_exit_code_1(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.demo.trainer.act", demo_workers.serves_something_else)
+    monkeypatch.setattr("weightsync.demo.trainer.act", demo_workers.serves_changed_weights)
 
     shown = runner.invoke(build(), ["demo", "--scheme", "process", "--seconds", "1"])
 
@@ -121,7 +121,7 @@ def training(scheme: str = "shared") -> contextlib.AbstractContextManager[tuple[
 
 # Over Ray, the demo starts a cluster of its own.
 @pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
-def test_ctrl_c_ends_it_and_leaves_nothing(scheme: str) -> None:
+def test_ctrl_c_ends_the_demo_and_leaves_no_process(scheme: str) -> None:
     with training(scheme) as (process, mark):
         assert len(marked(mark)) >= 3
         os.killpg(process.pid, signal.SIGINT)

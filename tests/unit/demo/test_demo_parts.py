@@ -54,7 +54,7 @@ def chunk(steps: int = 4, environments: int = 2, returns: tuple[float, ...] = ()
         (None, None, True, Verdict.SILENT),
     ],
 )
-def test_a_worker_is_judged_by_what_it_answers(
+def test_a_workers_verdict_depends_on_its_proof_and_on_whether_it_was_lost_or_killed(
     proof: Proof | None, lost: str | None, killed: bool, verdict: Verdict
 ) -> None:
     worker = WorkerState(0, proof=proof, lost=lost or "", killed=killed)
@@ -62,13 +62,13 @@ def test_a_worker_is_judged_by_what_it_answers(
     assert worker.judge(SENT)[0] is verdict
 
 
-def test_the_display_is_there_before_torch_is() -> None:
+def test_the_demo_command_is_imported_without_torch_and_gymnasium() -> None:
     code = "import sys, weightsync.cli.demo; sys.exit('torch' in sys.modules or 'gymnasium' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
+def test_the_demo_uses_only_the_public_api() -> None:
     imported = set()
     for path in (*Path(demo.__file__).parent.glob("*.py"), Path(local_workers.__file__)):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -82,7 +82,7 @@ def test_the_demo_uses_nothing_that_a_user_could_not() -> None:
     assert {name for name in ours if not name.startswith("weightsync.demo")} == {"weightsync", local_workers.__name__}
 
 
-def test_nothing_is_proved_against_no_digest() -> None:
+def test_nothing_is_proved_without_a_digest_of_the_trainer() -> None:
     nothing = Proof(7, b"")
 
     assert WorkerState(0, proof=nothing).judge(nothing) == (
@@ -91,7 +91,7 @@ def test_nothing_is_proved_against_no_digest() -> None:
     )
 
 
-def test_learning_raises_the_odds_of_what_did_better_than_expected() -> None:
+def test_learning_raises_the_probability_of_better_actions() -> None:
     learner = Learner(seed=0)
     lived = chunk(steps=64, environments=8)
     lived.terminated[...] = lived.done[...] = lived.actions == 0  # action 0 always ends an episode
@@ -115,7 +115,7 @@ class _AnyVersion:
         return contextlib.nullcontext(5)
 
 
-def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
+def test_ended_episodes_restart_and_a_chunk_has_their_last_observations_and_returns() -> None:
     rollout = Rollout(0, Settings(workers=4))
 
     lived = rollout.collect(cast(WeightReceiver, _AnyVersion()))
@@ -132,7 +132,7 @@ def test_episodes_begin_anew_and_a_chunk_says_what_was_before() -> None:
     assert set(first) <= set(lived.returns)
 
 
-def test_a_run_state_counts_time_and_means() -> None:
+def test_a_run_state_has_the_elapsed_time_and_the_mean_returns() -> None:
     state = RunState(Settings())
     assert (state.first_mean, state.last_mean) == (None, None)
     state.enter(Phase.TRAINING)

@@ -18,12 +18,12 @@ pytestmark = [
 
 
 @pytest.mark.usefixtures("cluster")
-def test_every_worker_that_is_left_proves_the_trainers_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_remaining_worker_proves_the_trainers_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     end_after(20, monkeypatch)
     assert_proved(run(RunState(Settings(scheme=SchemeName.RAY, workers=3, overlap=True, kill_worker=True))))
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
 
     with pytest.raises(MissingExtraError, match=r"weightsync demo --scheme ray needs the extra 'ray'"):

@@ -24,18 +24,18 @@ def proved() -> None:
         assert_proved(run(RunState(settings)))
 
 
-def test_every_worker_that_is_left_proves_the_trainers_last_weights(forkserver: Any) -> None:
+def test_every_remaining_worker_proves_the_trainers_last_weights(forkserver: Any) -> None:
     apart(forkserver, proved)
 
 
-def alone(folder: Path) -> None:
+def wait_for_an_absent_worker(folder: Path) -> None:
     """Wait for a worker that never joins."""
     address = f"file://{folder}/rendezvous"
     with pytest.raises(TransportError, match="have not joined torch's RPC"), joined_rpc(address, 2, 0.5):
         pass
 
 
-def unreachable() -> None:
+def join_at_an_unknown_address() -> None:
     """Join at an address whose scheme torch does not know."""
     could_not_join = pytest.raises(
         TransportError, match="the trainer could not join torch's RPC: No rendezvous handler"
@@ -44,9 +44,9 @@ def unreachable() -> None:
         pass
 
 
-def test_a_trainer_that_cannot_join_says_so(forkserver: Any) -> None:
-    apart(forkserver, unreachable)
+def test_a_trainer_that_cannot_join_rpc_raises(forkserver: Any) -> None:
+    apart(forkserver, join_at_an_unknown_address)
 
 
-def test_a_worker_that_never_joins_is_given_up(forkserver: Any, tmp_path: Path) -> None:
-    apart(forkserver, alone, tmp_path)
+def test_a_worker_that_never_joins_rpc_makes_the_trainer_raise(forkserver: Any, tmp_path: Path) -> None:
+    apart(forkserver, wait_for_an_absent_worker, tmp_path)

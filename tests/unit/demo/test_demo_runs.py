@@ -51,14 +51,14 @@ def assert_proved(state: RunState) -> None:
         pytest.param(STORE_KILL, id="distributed-overlap-kill", marks=pytest.mark.gloo),
     ],
 )
-def test_every_worker_that_is_left_proves_the_trainers_last_weights(
+def test_every_remaining_worker_proves_the_trainers_last_weights(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_after(20, monkeypatch)
     assert_proved(run(RunState(settings)))
 
 
-def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
+def test_the_policy_learns_from_the_experience_of_its_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainer, "SOLVED", 150.0)
@@ -73,17 +73,17 @@ def test_the_policy_learns_from_what_workers_do_with_the_weights_they_were_sent(
     assert result.last_mean >= 150.0
 
 
-def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_is_reported_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     end_after(3, monkeypatch)
     monkeypatch.setattr(trainer, "act", demo_workers.stops_in_its_first_chunk)
     state = RunState(Settings())
 
-    def waits_for_the_one_that_stopped() -> bool:
+    def waits_for_the_stopped_worker() -> bool:
         if state.phase is not Phase.TRAINING or state.sender is None or state.sender.owing != (1,):
             return False
         return stat_of(state.workers[1].pid)[0] == "T"
 
-    with a_minute_passes_once(waits_for_the_one_that_stopped):
+    with a_minute_passes_once(waits_for_the_stopped_worker):
         result = run(state)
 
     assert result.of(Verdict.PROVED) == [0]
@@ -92,7 +92,7 @@ def test_a_worker_that_stops_is_given_up_and_training_goes_on(monkeypatch: pytes
     assert any("did not answer in time" in note for note in result.notes)
 
 
-def test_workers_that_fail_end_the_run_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_workers_end_the_run_and_their_error_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "act", demo_workers.raises)
 
     result = run(RunState(Settings(seconds=60.0)))
@@ -112,7 +112,7 @@ def test_a_worker_that_never_starts_ends_the_run_at_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gloo
-def test_a_worker_that_never_meets_the_trainer_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_connects_to_the_trainer_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "act_over_store", demo_workers.ends)
 
     with pytest.raises(WorkerFailedError, match=r"worker \d failed.* exit code 1"):

@@ -42,18 +42,18 @@ class Adapter:
         self._ask(pid, started)
 
 
-def said(host: str) -> Hello:
+def hello_from(host: str) -> Hello:
     return Hello(
         model_id="policy", incarnation=1, version=0, layout_digest=b"", layout=b"", host=host, pid=77, started=88
     )
 
 
 def watch(link: Any) -> None:
-    driver.watch(link, said(own_host()))
+    driver.watch(link, hello_from(own_host()))
 
 
 @pytest.mark.parametrize("ask", [driver.read, driver.flush, watch])
-def test_what_the_contract_does_not_name_is_a_fault_of_the_adapter(
+def test_an_unexpected_error_of_an_adapter_becomes_an_adapter_fault_and_is_logged(
     ask: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     error = KeyError("lost")
@@ -63,19 +63,19 @@ def test_what_the_contract_does_not_name_is_a_fault_of_the_adapter(
 
 
 @pytest.mark.parametrize("ask", [driver.read, driver.flush, watch])
-def test_a_transport_error_is_raised_as_it_is(ask: Callable[[Any], Any]) -> None:
+def test_a_transport_error_is_raised_unchanged(ask: Callable[[Any], Any]) -> None:
     error = TransportError("gone")
     with pytest.raises(TransportError) as caught:
         ask(Adapter(error))
     assert caught.value is error
 
 
-def test_a_protocol_error_of_reading_is_raised_as_it_is() -> None:
+def test_a_protocol_error_of_reading_is_raised_unchanged() -> None:
     with pytest.raises(ProtocolError, match="nonsense"):
         driver.read(Adapter(ProtocolError("nonsense")))  # type: ignore[arg-type]
 
 
-def test_what_an_adapter_gives_is_handed_on() -> None:
+def test_the_results_of_an_adapter_are_returned_unchanged() -> None:
     link: Any = Adapter()
 
     assert driver.read(link) is link.asked
@@ -84,13 +84,13 @@ def test_what_an_adapter_gives_is_handed_on() -> None:
 
 def test_only_a_process_of_this_host_is_watched() -> None:
     near, far = Adapter(), Adapter()
-    driver.watch(near, said(own_host()))  # type: ignore[arg-type]
-    driver.watch(far, said("elsewhere"))  # type: ignore[arg-type]
+    driver.watch(near, hello_from(own_host()))  # type: ignore[arg-type]
+    driver.watch(far, hello_from("elsewhere"))  # type: ignore[arg-type]
 
     assert (near.asked, far.asked) == ([(77, 88)], [])
 
 
-def test_a_link_that_cannot_even_be_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_closing_a_link_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     error, link = OSError("stuck"), Adapter()
     driver.close(link)  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "weightsync"):
@@ -100,7 +100,7 @@ def test_a_link_that_cannot_even_be_closed_is_logged(caplog: pytest.LogCaptureFi
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
 
 
-def test_a_message_that_could_not_be_handled_is_a_reason_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_handling_a_message_becomes_a_reason_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     error = ValueError("odd")
 
     assert driver.handler_failed(Adapter(), error) == (  # type: ignore[arg-type]

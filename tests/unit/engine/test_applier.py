@@ -84,7 +84,7 @@ def refused(pair: Pair) -> Outcome:
     return outcome
 
 
-def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_and_its_traceback(pair: Pair) -> None:
+def test_an_update_refused_by_a_model_hook_reports_its_message_and_traceback(pair: Pair) -> None:
     assert pair.receiver.last_refusal == ""
     assert pair.sync()[0].kind is OutcomeKind.APPLIED
     pair.source.mood = 13
@@ -101,7 +101,7 @@ def test_an_update_that_a_hook_of_the_model_refuses_is_refused_with_its_words_an
 
 @pytest.mark.parametrize("model", [small, large])
 @pytest.mark.parametrize("scheme_class", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_where_torch_computes_no_values_nothing_is_sent_and_nothing_applied(scheme_class: Any, model: Any) -> None:
+def test_under_fake_tensor_mode_nothing_is_sent_and_nothing_applied(scheme_class: Any, model: Any) -> None:
     pair = Pair(scheme_class, model=model)
     no_values, message = FakeTensorMode(allow_non_fake_inputs=True), "this thread is in torch's FakeTensorMode"
     try:
@@ -119,7 +119,7 @@ def test_where_torch_computes_no_values_nothing_is_sent_and_nothing_applied(sche
         pair.close()
 
 
-class Raises(logging.Handler):
+class RaisingHandler(logging.Handler):
     """A user's log handler that fails, as those of pytest and Sentry may."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -128,7 +128,7 @@ class Raises(logging.Handler):
 
 @pytest.fixture
 def log_that_raises() -> Iterator[None]:
-    handler = Raises(level=logging.WARNING)
+    handler = RaisingHandler(level=logging.WARNING)
     logger = logging.getLogger("weightsync")
     logger.addHandler(handler)
     yield
@@ -160,7 +160,7 @@ def test_g11_a_refused_handshake_reaches_the_sender_although_the_log_handler_of_
             sending.get_sender().await_workers(timeout=PATIENCE)
 
 
-def test_an_update_that_does_not_fit_is_refused_with_what_differs_and_where(pair: Pair) -> None:
+def test_an_update_that_does_not_fit_is_refused_with_the_tensor_name_and_a_traceback(pair: Pair) -> None:
     pair.model.another = nn.Linear(1, 1)
     pair.sender.send_async()
     outcome = refused(pair)
@@ -169,9 +169,7 @@ def test_an_update_that_does_not_fit_is_refused_with_what_differs_and_where(pair
     assert "in swap" in outcome.remote_traceback
 
 
-def test_an_update_that_was_damaged_on_its_way_is_refused_with_both_digests(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_damaged_in_transit_is_refused_with_both_digests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applier, "digest", lambda *_: b"\1" * 16)
     pair.sender.send_async()
     outcome = refused(pair)
@@ -182,7 +180,7 @@ def test_an_update_that_was_damaged_on_its_way_is_refused_with_both_digests(
     assert pair.sync().ok
 
 
-def test_a_swap_that_breaks_closes_the_receiver_and_both_ends_are_told_why(
+def test_a_broken_swap_closes_the_receiver_and_both_sides_get_the_reason(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scatter(*_: Any) -> None:
@@ -204,7 +202,7 @@ def test_a_swap_that_breaks_closes_the_receiver_and_both_ends_are_told_why(
     assert "in swap" in lost.value.report[0].remote_traceback
 
 
-def test_a_model_that_changes_behind_its_staging_is_looked_at_again(pair: Pair) -> None:
+def test_a_staged_version_is_applied_to_a_newly_registered_model_only(pair: Pair) -> None:
     """A version that was staged for one model is not swapped into another one."""
     pair.sender.send_async()
     with pair.receiver.serving():
@@ -216,7 +214,7 @@ def test_a_model_that_changes_behind_its_staging_is_looked_at_again(pair: Pair) 
     assert constants(pair.model.linear) == {0.0}
 
 
-def test_a_version_that_is_overtaken_while_it_is_staged_is_never_live(pair: Pair) -> None:
+def test_a_staged_version_that_is_superseded_never_goes_live(pair: Pair) -> None:
     pair.sender.send_async()
     with pair.receiver.serving():
         assert pair.receiver.receive(timeout=0) is False
@@ -228,7 +226,7 @@ def test_a_version_that_is_overtaken_while_it_is_staged_is_never_live(pair: Pair
     assert pair.sender.wait_async(timeout=PATIENCE).ok
 
 
-def test_a_receive_that_may_not_wait_does_not_wait_for_another_thread_that_serves(pair: Pair) -> None:
+def test_receive_with_timeout_zero_does_not_wait_for_another_serving_thread(pair: Pair) -> None:
     served, over = threading.Event(), threading.Event()
 
     def serve() -> None:
@@ -246,7 +244,7 @@ def test_a_receive_that_may_not_wait_does_not_wait_for_another_thread_that_serve
     assert pair.receiver.receive(timeout=0) is True
 
 
-def test_weights_given_by_hand_that_are_the_pending_ones_are_acked_as_they_are(pair: Pair) -> None:
+def test_pending_weights_applied_by_hand_are_acked(pair: Pair) -> None:
     pair.sender.send_async()
     pair.receiver.apply_weights(pair.source.state_dict())
 
@@ -254,7 +252,7 @@ def test_weights_given_by_hand_that_are_the_pending_ones_are_acked_as_they_are(p
     assert pair.sender.wait_async(timeout=PATIENCE).ok
 
 
-def test_weights_given_by_hand_are_the_pending_ones_also_where_the_worker_wrote_into_older_ones() -> None:
+def test_pending_weights_applied_by_hand_are_acked_after_the_worker_wrote_into_older_ones() -> None:
     """In shared memory the pending version lies in a slot of an older version, of which the parameters were views."""
     pair = Pair(SharedMemWeightSyncScheme, model=large)
     try:
@@ -273,7 +271,7 @@ def test_weights_given_by_hand_are_the_pending_ones_also_where_the_worker_wrote_
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_pending_weights_given_by_hand_that_are_refused_raise_once_the_sender_is_told(pair: Pair, taken: bool) -> None:
+def test_refused_pending_weights_applied_by_hand_raise_in_the_worker_and_the_sender(pair: Pair, taken: bool) -> None:
     pair.source.mood = 13
     pair.sender.send_async()
     weights = pair.receiver.take_update(PATIENCE) if taken else pair.source.state_dict()
@@ -285,7 +283,7 @@ def test_pending_weights_given_by_hand_that_are_refused_raise_once_the_sender_is
         pair.sender.wait_async(timeout=PATIENCE)
 
 
-def test_other_weights_given_by_hand_refuse_the_pending_version(pair: Pair) -> None:
+def test_other_weights_applied_by_hand_refuse_the_pending_version(pair: Pair) -> None:
     pair.sender.send_async()
     pair.receiver.apply_weights(moody(3.0).state_dict())
     assert (pair.receiver.version, constants(pair.model.linear)) == (None, {3.0})
@@ -302,7 +300,7 @@ class Halfway(WeightStrategy):
         raise OSError("the disk is gone")
 
 
-def test_a_model_that_a_strategy_has_written_in_part_serves_no_version(
+def test_a_model_partly_written_by_a_failed_strategy_serves_no_version(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.sync().ok
@@ -317,7 +315,7 @@ def test_a_model_that_a_strategy_has_written_in_part_serves_no_version(
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_weights_given_by_hand_that_do_not_fit_leave_the_version_that_is_served(pair: Pair, inplace: bool) -> None:
+def test_weights_applied_by_hand_that_do_not_fit_leave_the_served_version_unchanged(pair: Pair, inplace: bool) -> None:
     assert pair.sync().ok
 
     with pytest.raises(LayoutError):
@@ -327,7 +325,7 @@ def test_weights_given_by_hand_that_do_not_fit_leave_the_version_that_is_served(
 
 
 @pytest.mark.parametrize(("scheme", "tidied"), [(SharedMemWeightSyncScheme, 1), (MultiProcessWeightSyncScheme, 0)])
-def test_the_memory_that_a_model_has_left_is_tidied_once_there_is_nothing_to_apply(
+def test_a_mapping_that_the_model_has_left_is_tidied_when_no_update_is_pending(
     scheme: Any, tidied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tidy, found = Mapping.tidy, []
@@ -351,7 +349,7 @@ def many_small(fill: float) -> nn.Module:
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_what_a_worker_has_written_is_undone_while_it_waits_if_it_can_no_longer_write_there(
+def test_a_slot_is_checked_for_worker_writes_while_idle_unless_a_view_of_it_is_kept(
     written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", 0)
@@ -403,7 +401,7 @@ def staged(pair: Pair) -> Holder:
     ("found", "reason"),
     [(nn.Linear(3, 1), "do not fit the destination"), (None, "weights cannot be applied to what is at 'policy': ")],
 )
-def test_what_is_staged_is_refused_where_another_object_has_taken_the_models_place(
+def test_a_staged_version_is_refused_if_another_object_replaced_the_model(
     pair: Pair, staged: Holder, found: Any, reason: str
 ) -> None:
     staged.policy = found
@@ -414,13 +412,15 @@ def test_what_is_staged_is_refused_where_another_object_has_taken_the_models_pla
     assert constants(pair.model.linear) == {0.0}
 
 
-def test_a_swap_where_nothing_is_pending_changes_nothing(pair: Pair, staged: Holder) -> None:
+def test_a_swap_without_a_pending_version_changes_nothing(pair: Pair, staged: Holder) -> None:
     assert pair.receiver._applier.swap_staged(0.0) is True
     assert pair.receiver._applier.swap_staged(0.0) is None
     assert pair.receiver.version == 1
 
 
-def test_reading_the_links_never_waits_for_another_threads_block(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_and_apply_never_waits_for_a_serving_block_of_another_thread(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float | None] = []
     begin_swap = ServingLock.begin_swap
 
@@ -434,7 +434,7 @@ def test_reading_the_links_never_waits_for_another_threads_block(pair: Pair, mon
     assert waits == [0.0]
 
 
-def test_what_arrives_for_a_model_that_takes_no_weights_is_refused_as_its_registration_was(pair: Pair) -> None:
+def test_updates_for_an_unusable_model_are_refused_with_the_error_of_its_registration(pair: Pair) -> None:
     with pytest.raises(ConfigurationError) as caught:
         pair.receiver.register_model(3)
     pair.sender.send_async()
@@ -442,7 +442,7 @@ def test_what_arrives_for_a_model_that_takes_no_weights_is_refused_as_its_regist
     assert refused(pair).reason == str(caught.value)
 
 
-def test_nothing_is_tidied_of_a_slot_that_is_gone(pair: Pair) -> None:
+def test_a_slot_whose_link_has_ended_is_not_tidied(pair: Pair) -> None:
     pair.sync()
     pair.receiver._applier._previous_slot = lambda: None  # a weak reference to a slot whose link has ended
     assert not pair.receiver.receive(timeout=0.0)
@@ -451,9 +451,7 @@ def test_nothing_is_tidied_of_a_slot_that_is_gone(pair: Pair) -> None:
 
 @pytest.mark.parametrize("base", [None, 1])
 @pytest.mark.parametrize("mode", [Mode.MAP, Mode.COPY])
-def test_a_payload_that_the_next_delta_is_against_is_mapped_so_that_nobody_writes_there(
-    mode: Mode, base: int | None
-) -> None:
+def test_a_payload_that_may_be_the_base_of_a_delta_is_mapped_read_only(mode: Mode, base: int | None) -> None:
     served: Any = SimpleNamespace(apply_mode=mode)
     made = Applier(None, served, None)  # type: ignore[arg-type]
     given = memoryview(bytearray(4))
@@ -468,7 +466,7 @@ def test_a_payload_that_the_next_delta_is_against_is_mapped_so_that_nobody_write
 
 
 @pytest.mark.parametrize("mode", [Mode.MAP, Mode.COPY])
-def test_a_version_that_was_sent_without_a_digest_and_in_no_slot_is_named_by_its_bytes(mode: Mode) -> None:
+def test_a_version_without_a_digest_or_slot_is_named_by_the_digest_of_its_bytes(mode: Mode) -> None:
     served: Any = SimpleNamespace(apply_mode=mode)
     update = SimpleNamespace(digest=b"", extras=b"x")
     pending: Any = SimpleNamespace(update=update, slot=None, on_host=lambda: memoryview(b"1234"))
@@ -476,7 +474,7 @@ def test_a_version_that_was_sent_without_a_digest_and_in_no_slot_is_named_by_its
     assert Applier(None, served, None).digest_sent(pending) == digest(memoryview(b"1234"), b"x")  # type: ignore[arg-type]
 
 
-def test_a_refusal_says_what_it_rests_on(pair: Pair) -> None:
+def test_a_refusal_names_its_evidence(pair: Pair) -> None:
     pending: Any = SimpleNamespace(update=SimpleNamespace(incarnation=1, version=1))
     refusal = pair.receiver._applier.refusal
 
@@ -485,7 +483,7 @@ def test_a_refusal_says_what_it_rests_on(pair: Pair) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_version_goes_live_as_a_serving_block_begins_in_a_function_that_torch_compiles(
+def test_a_version_goes_live_at_the_start_of_a_serving_block_in_a_compiled_function(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If Dynamo compiled part of the swap, it would fail halfway."""
@@ -508,7 +506,7 @@ def test_a_version_goes_live_as_a_serving_block_begins_in_a_function_that_torch_
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
-def test_weights_given_by_hand_go_live_in_a_function_that_torch_compiles(pair: Pair) -> None:
+def test_weights_applied_by_hand_in_a_compiled_function_go_live(pair: Pair) -> None:
     """Compiled in part, the swap would fail half way, and leave a mix of old and new weights."""
     torch._dynamo.reset()
 
@@ -522,7 +520,7 @@ def test_weights_given_by_hand_go_live_in_a_function_that_torch_compiles(pair: P
     torch._dynamo.reset()
 
 
-def test_where_torch_cannot_tell_whether_its_compiler_is_at_work_a_version_goes_live_all_the_same(
+def test_a_version_goes_live_if_torch_cannot_tell_whether_it_is_compiling(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applier, "get_eval_frame_callback", object)

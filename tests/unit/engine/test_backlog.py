@@ -12,14 +12,14 @@ from weightsync.protocol.messages import version_of
 from weightsync.transports.base import Received
 
 
-def test_two_versions_leave_unanswered_and_the_newest_of_the_others_waits() -> None:
+def test_two_unanswered_versions_are_sent_and_only_the_newest_further_one_waits() -> None:
     backlog = Backlog()
 
     assert [backlog.admit(1), backlog.admit(2), backlog.waits] == [True, True, False]
     assert [backlog.admit(3), backlog.waits, backlog.admit(4), backlog.waits] == [False, True, False, True]
 
 
-def test_an_answer_for_a_version_is_one_for_all_before_it_and_frees_the_one_that_waits_once() -> None:
+def test_an_answer_counts_for_all_earlier_versions_and_releases_the_waiting_one_once() -> None:
     backlog = Backlog()
     for version in (1, 2, 3):
         backlog.admit(version)
@@ -31,7 +31,7 @@ def test_an_answer_for_a_version_is_one_for_all_before_it_and_frees_the_one_that
     assert [backlog.answered(3), backlog.waits] == [5, False]
 
 
-def test_what_was_read_is_taken_before_what_comes_behind_it_although_a_write_fails_in_between() -> None:
+def test_received_messages_are_handled_in_order_before_the_link_loss_of_a_failed_write() -> None:
     fleet = plain()
     link = fleet.links[0]
     fleet.gives_up(2)

@@ -121,7 +121,7 @@ def model(size: int) -> torch.nn.Module:
 
 @pytest.mark.untraced("a recorded driver calls more")
 @pytest.mark.parametrize("case", CASES)
-def test_a_small_send_takes_no_more_calls_of_python_than_are_written_down(case: str) -> None:
+def test_a_small_send_takes_at_most_the_stored_number_of_python_calls(case: str) -> None:
     stored, found = tomllib.loads(STORED.read_text(encoding="utf-8"))[case], counts(case)
 
     assert {end: calls for end, calls in found.items() if calls > stored[end] * TOLERANCE} == {}
@@ -158,7 +158,7 @@ def test_a_send_of_one_number_takes_at_most_150_calls_and_60_for_each_further_wo
 
 @pytest.mark.untraced("a recorded driver calls more")
 @pytest.mark.parametrize("size", SIZES)
-def test_an_update_passes_few_files_and_seldom_goes_from_one_to_another(size: str) -> None:
+def test_an_update_passes_a_bounded_number_of_files_and_calls_between_files(size: str) -> None:
     # A layout that no other test uses: equal layouts left by other tests would be compared with this one.
     calls = update_over_a_pipe(SIZES[size] + 7)
     ours = {pair: count for pair, count in calls.items() if Path(pair[1]).is_relative_to(PACKAGE)}
@@ -176,7 +176,7 @@ def test_another_worker_costs_the_trainer_less_than_the_first() -> None:
     assert two - one == three - two < one
 
 
-def calls_an_answer(workers: int) -> float:
+def calls_per_answer(workers: int) -> float:
     """The trainer's calls for one answer that arrives alone, averaged over all workers."""
     made = Pair(MultiProcessWeightSyncScheme, workers)
     try:
@@ -195,9 +195,9 @@ def calls_an_answer(workers: int) -> float:
 
 
 @pytest.mark.untraced("a recorded driver calls more")
-def test_an_answer_costs_the_trainer_the_same_however_many_workers_there_are() -> None:
+def test_an_answer_costs_the_trainer_about_the_same_with_any_number_of_workers() -> None:
     # Both are enough workers for mappings by worker to be trees. Up to 32 workers they are dicts, with fewer calls.
-    assert calls_an_answer(72) <= 1.15 * calls_an_answer(36)
+    assert calls_per_answer(72) <= 1.15 * calls_per_answer(36)
 
 
 def test_calls_are_counted() -> None:

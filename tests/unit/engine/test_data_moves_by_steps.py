@@ -41,7 +41,7 @@ def _sets(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.ctx, ast.Store | ast.Del)
 
 
-def test_a_drivers_data_is_assigned_from_a_steps_result_alone() -> None:
+def test_a_drivers_data_is_assigned_only_from_the_result_of_a_step() -> None:
     found = set()
     for path in sorted(ROOT.rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
@@ -53,7 +53,7 @@ def test_a_drivers_data_is_assigned_from_a_steps_result_alone() -> None:
     assert found == ALLOWED
 
 
-def test_each_way_to_assign_it_is_found() -> None:
+def test_every_syntax_that_assigns_or_deletes_data_is_found() -> None:
     ways = ["self.data = x", "self.data: int = x", "a, b.driver.data = x", "del self.data", "setattr(self, 'data', x)"]
     ways += [
         "self.data += x",

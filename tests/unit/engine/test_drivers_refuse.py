@@ -17,7 +17,7 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_a_senders_refusal_names_the_call_its_hint_and_its_steps(pair: Pair) -> None:
+def test_a_state_error_of_the_sender_names_the_call_a_hint_and_the_steps(pair: Pair) -> None:
     pair.sender.send_async()
     with pytest.raises(StateError) as caught:
         pair.sender.send_async()
@@ -30,7 +30,7 @@ def test_a_senders_refusal_names_the_call_its_hint_and_its_steps(pair: Pair) -> 
     assert {"wait_async", "abandon", "poll"} <= set(error.allowed)
 
 
-def test_a_hint_that_is_given_takes_the_place_of_the_drivers_own(pair: Pair) -> None:
+def test_a_given_hint_replaces_the_drivers_own_hint(pair: Pair) -> None:
     pair.sync()
     driver = pair.receiver.driver
 
@@ -40,7 +40,7 @@ def test_a_hint_that_is_given_takes_the_place_of_the_drivers_own(pair: Pair) -> 
     assert driver.refused("receive").machine == "receiver"
 
 
-def test_a_closed_receiver_says_so_of_the_call(pair: Pair) -> None:
+def test_receive_on_a_closed_receiver_raises_that_it_is_closed(pair: Pair) -> None:
     pair.sync()
     pair.receiver.close()
     with pytest.raises(
@@ -49,7 +49,7 @@ def test_a_closed_receiver_says_so_of_the_call(pair: Pair) -> None:
         pair.receiver.receive(timeout=0)
 
 
-def test_links_are_counted_from_one(pair: Pair) -> None:
+def test_links_are_numbered_from_one(pair: Pair) -> None:
     pair.sync()
 
     assert pair.receiver.driver.data.link == 1

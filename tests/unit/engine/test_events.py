@@ -94,7 +94,9 @@ def seen(fleet: Fleet) -> Recorded:
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_dispatch_a_handshake_and_an_answer_are_told_once_with_their_seconds(fleet: Fleet, seen: Recorded) -> None:
+def test_a_dispatch_a_handshake_and_an_answer_are_reported_once_with_their_seconds(
+    fleet: Fleet, seen: Recorded
+) -> None:
     sent = fleet.sends()
     assert seen.found[0].nbytes == sent.nbytes
     assert seen.takes() == [(EventKind.DISPATCH, 0, 1, None), (EventKind.DISPATCH, 1, 1, None)]
@@ -109,7 +111,7 @@ def test_a_dispatch_a_handshake_and_an_answer_are_told_once_with_their_seconds(f
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_deadline_an_answer_after_it_and_one_that_is_not_awaited_are_told(fleet: Fleet, seen: Recorded) -> None:
+def test_a_deadline_a_late_answer_and_a_stale_answer_are_reported(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends()
     fleet.receives(0, ack(1))
     seen.takes()
@@ -123,7 +125,7 @@ def test_a_deadline_an_answer_after_it_and_one_that_is_not_awaited_are_told(flee
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_loss_is_told_once_whether_or_not_an_answer_was_owed(fleet: Fleet, seen: Recorded) -> None:
+def test_a_loss_is_reported_once_whether_or_not_an_answer_was_owed(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends(targets=(0,))
     seen.takes()
 
@@ -134,7 +136,7 @@ def test_a_loss_is_told_once_whether_or_not_an_answer_was_owed(fleet: Fleet, see
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_what_is_given_up_what_was_lost_before_and_the_end_are_told(fleet: Fleet, seen: Recorded) -> None:
+def test_an_abandoned_update_an_earlier_loss_and_the_close_are_reported(fleet: Fleet, seen: Recorded) -> None:
     fleet.driver.take(pure.LinkLost(1, 2, "it died"))
     fleet.gives_up(1)
     assert seen.takes()[1:] == [
@@ -147,7 +149,7 @@ def test_what_is_given_up_what_was_lost_before_and_the_end_are_told(fleet: Fleet
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, seen: Recorded) -> None:
+def test_the_dispatch_to_a_joiner_and_its_answer_are_reported(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends()
     fleet.receives(0, ack(1))
     fleet.receives(1, ack(1))
@@ -168,7 +170,7 @@ def test_a_late_joiner_is_sent_the_version_and_its_answer_is_told(fleet: Fleet, 
     ]
 
 
-def test_a_version_that_was_given_up_for_a_newer_one_is_told_with_that_ones_number(pair: Pair) -> None:  # noqa: F811
+def test_a_superseded_version_is_reported_with_the_number_of_the_newer_one(pair: Pair) -> None:  # noqa: F811
     trainer = Listener()
     pair.scheme.on_event(trainer)
     pair.sender.send_async()
@@ -180,7 +182,7 @@ def test_a_version_that_was_given_up_for_a_newer_one_is_told_with_that_ones_numb
     assert reasons == [(1, "superseded by version 2"), (2, "given up by the caller")]
 
 
-def test_both_sides_of_a_sync_tell_it_over_real_pipes(pair: Pair) -> None:  # noqa: F811
+def test_both_sides_report_a_sync_over_real_pipes(pair: Pair) -> None:  # noqa: F811
     trainer, worker = Listener(), Listener()
     pair.schemes[0].worker_idx = 7
     pair.scheme.on_event(trainer)
@@ -208,7 +210,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
         yield caplog
 
 
-def test_a_callback_that_never_returns_delays_no_sync_and_no_close_and_what_is_dropped_is_counted(
+def test_a_blocked_callback_delays_no_sync_and_no_close_and_dropped_events_are_counted(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     logged: pytest.LogCaptureFixture,
@@ -236,7 +238,7 @@ def test_a_callback_that_never_returns_delays_no_sync_and_no_close_and_what_is_d
     assert "its thread ends when it returns" in logged.text
 
 
-def test_what_a_callback_raises_is_logged_and_counted_and_others_are_called(
+def test_errors_of_a_callback_are_logged_and_counted_and_other_callbacks_are_called(
     pair: Pair,  # noqa: F811
     logged: pytest.LogCaptureFixture,
 ) -> None:
@@ -256,7 +258,7 @@ def test_what_a_callback_raises_is_logged_and_counted_and_others_are_called(
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_an_error_in_the_making_of_events_is_logged_and_the_step_is_taken(
+def test_an_error_while_an_event_is_emitted_is_logged_and_the_step_is_taken(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     broken = Recorded()
@@ -271,7 +273,7 @@ def test_an_error_in_the_making_of_events_is_logged_and_the_step_is_taken(
 
 @pytest.mark.parametrize("context", [None, 3, b"", object()])
 @pytest.mark.untraced("its links are scripted")
-def test_a_tracer_that_gives_no_text_loses_no_events(fleet: Fleet, seen: Recorded, context: Any) -> None:
+def test_a_tracer_that_returns_no_text_loses_no_events(fleet: Fleet, seen: Recorded, context: Any) -> None:
     seen.subscribe(print, SimpleNamespace(begin=lambda *_: context))
 
     fleet.sends()
@@ -280,7 +282,7 @@ def test_a_tracer_that_gives_no_text_loses_no_events(fleet: Fleet, seen: Recorde
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_subscription_that_is_copied_says_what_to_do_about_it(copied: Any) -> None:
+def test_copying_a_subscription_raises_with_a_remedy(copied: Any) -> None:
     """The subscription may be an attribute of a user's object that travels to a worker."""
     holder = SimpleNamespace(subscription=Events().subscribe(print))
 
@@ -309,14 +311,14 @@ def events_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "weightsync-events"]
 
 
-def test_no_thread_and_no_watched_step_while_nobody_listens(pair: Pair) -> None:  # noqa: F811
+def test_without_callbacks_no_thread_runs_and_no_step_is_watched(pair: Pair) -> None:  # noqa: F811
     pair.sync()
 
     assert events_threads() == []
     assert pair.sender._driver._pure_step is pure.step
 
 
-def test_the_thread_ends_when_only_the_sender_is_closed(
+def test_the_events_thread_ends_when_only_the_sender_is_closed(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -335,7 +337,7 @@ def test_the_thread_ends_when_only_the_sender_is_closed(
     assert not any(thread.is_alive() for thread in running)
 
 
-def test_the_thread_ends_when_nothing_happens_and_the_next_event_starts_another(
+def test_an_idle_events_thread_ends_and_the_next_event_starts_another(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -386,7 +388,7 @@ def test_a_subscription_that_was_cancelled_is_not_called_again(pair: Pair) -> No
     assert len(cancelled.events) == 3
 
 
-def test_a_callback_is_called_for_what_happened_between_its_registration_and_its_cancellation(
+def test_a_callback_gets_only_the_events_between_its_registration_and_its_cancellation(
     pair: Pair,  # noqa: F811
 ) -> None:
     busy, free, late, cancelled, listener = threading.Event(), threading.Event(), Listener(), Listener(), Listener()
@@ -411,7 +413,7 @@ def test_a_callback_is_called_for_what_happened_between_its_registration_and_its
     assert cancelled.events == []
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_a_callback_that_is_not_callable_is_refused() -> None:
     callback: Any = "print"
     with pytest.raises(ConfigurationError, match="'print'"):
         MultiProcessWeightSyncScheme().on_event(callback)
@@ -435,7 +437,7 @@ async def _never(*_: Any) -> str:
 
 
 @pytest.mark.parametrize("tracer", ["tracer", SimpleNamespace(begin=_never)])
-def test_a_tracer_without_a_plain_begin_is_refused(tracer: Any) -> None:
+def test_a_tracer_without_a_synchronous_begin_method_is_refused(tracer: Any) -> None:
     scheme = MultiProcessWeightSyncScheme()
     with pytest.raises(ConfigurationError, match=r"^on_event\(tracer=\) was given .*: give an object with a Tracer's"):
         scheme.on_event(print, tracer=tracer)
@@ -446,7 +448,7 @@ def test_a_tracer_without_a_plain_begin_is_refused(tracer: Any) -> None:
 # ---------------------------------------------------------------------------------------- a report as plain data
 
 
-def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> None:
+def test_a_report_as_a_dict_survives_json_and_has_every_field() -> None:
     nested = SyncReport(model_id="policy", version=3, incarnation=2**90, outcomes={})
     outcome = Outcome(kind=OutcomeKind.APPLIED, nested=nested, apply_s=0.5)
     report = SyncReport(
@@ -474,13 +476,13 @@ def test_a_report_as_a_dict_is_what_json_gives_back_and_has_every_field() -> Non
 
 
 @pytest.mark.untraced("its links are scripted")
-def test_the_incarnation_of_an_event_is_its_senders(fleet: Fleet, seen: Recorded) -> None:
+def test_events_carry_the_incarnation_of_their_sender(fleet: Fleet, seen: Recorded) -> None:
     fleet.sends()
 
     assert {event.incarnation for event in seen.found} == {EPOCH}
 
 
-def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_callbacks_registered_by_two_threads_at_once_are_both_called(monkeypatch: pytest.MonkeyPatch) -> None:
     both_in = threading.Barrier(2)
 
     class Slow(Events):
@@ -504,7 +506,7 @@ def test_callbacks_that_two_threads_register_first_at_once_are_both_called(monke
 
 
 @pytest.mark.parametrize("side", [WeightSender, WeightReceiver])
-def test_a_callback_that_is_registered_while_a_side_is_being_made_gets_its_events(
+def test_a_callback_registered_while_a_sender_or_receiver_is_created_gets_its_events(
     side: type[WeightSender | WeightReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, scheme, set_context = Listener(), MultiProcessWeightSyncScheme(), side.set_context

@@ -42,7 +42,9 @@ class Holder:
             process.forget_after_fork(self)
 
 
-def test_each_holder_forgets_once_a_fork_and_again_if_it_registers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_holder_forgets_once_per_fork_and_again_only_if_it_registers_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(process, "_inherited", WeakSet())
     once, always, gone = Holder(again=False), Holder(again=True), Holder(again=True)
     del gone
@@ -54,7 +56,7 @@ def test_each_holder_forgets_once_a_fork_and_again_if_it_registers_again(monkeyp
     assert (once.forgotten, always.forgotten) == (1, 2)
 
 
-class Needy(Holder):
+class FailsAtFirst(Holder):
     """A holder whose first `forget` fails: no descriptor is free until the other holders have closed theirs."""
 
     def forget(self) -> None:
@@ -65,14 +67,14 @@ class Needy(Holder):
 
 def test_all_holders_forget_although_one_finds_no_descriptor_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_inherited", WeakSet())
-    holders = [Holder(again=False), Needy(again=False), Holder(again=False)]
+    holders = [Holder(again=False), FailsAtFirst(again=False), Holder(again=False)]
 
     process._forget_all()
 
     assert [holder.forgotten for holder in holders] == [1, 2, 1]
 
 
-def test_what_a_process_has_begins_anew_in_a_child_and_in_its_own_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_per_process_state_begins_anew_in_a_child_and_in_a_grandchild(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_inherited", WeakSet())
     begun: list[PerProcess] = []
 
@@ -86,7 +88,7 @@ def test_what_a_process_has_begins_anew_in_a_child_and_in_its_own_child(monkeypa
         assert begun == [kept] * times
 
 
-def test_it_is_the_child_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holders_forget_in_the_child_and_not_in_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_inherited", WeakSet())
     holder = Holder(again=False)
     child = os.fork()
@@ -118,7 +120,7 @@ GUARD: Any = None
 
 
 @pytest.mark.parametrize(("module", "name", "make"), UNFINISHED.values(), ids=UNFINISHED)
-def test_a_child_forgets_everything_else_although_a_link_was_not_finished_at_the_fork(
+def test_a_child_forgets_all_holders_although_a_link_was_incomplete_at_the_fork(
     module: object, name: str, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread was constructing the link, or the construction failed and the kept error refers to the link."""
@@ -137,7 +139,7 @@ def test_a_child_forgets_everything_else_although_a_link_was_not_finished_at_the
 @pytest.mark.parametrize(
     "kept", [connection._channels, sealing._known, copies._open_at_exit], ids=lambda kept: type(kept).__name__
 )
-def test_a_child_that_is_forked_while_another_thread_looks_something_up_waits_for_nobody(kept: PerProcess) -> None:
+def test_locks_held_by_another_thread_at_the_fork_are_free_in_the_child(kept: PerProcess) -> None:
     with kept._lock:
         child = os.fork()
         if child == 0:
@@ -196,7 +198,7 @@ def test_a_fork_moves_parameters_out_of_a_slot_and_no_others(model: Callable[[fl
     pair.close()
 
 
-def test_a_fork_without_memory_for_a_model_says_what_to_do_and_keeps_the_other_models(
+def test_a_fork_without_memory_for_one_model_logs_a_remedy_and_keeps_the_other_models(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (Pair(SharedMemWeightSyncScheme, model=large) for _ in range(2))
@@ -235,7 +237,7 @@ class Waiting(nn.Module):
         assert self.go_on.wait(PATIENCE)
 
 
-def test_g3_a_process_forks_before_or_after_a_swap_but_not_amid_one() -> None:
+def test_g3_a_process_forks_before_or_after_a_swap_but_not_during_one() -> None:
     pair = Pair(MultiProcessWeightSyncScheme, model=Waiting)
     pair.sender.send_async(filled(pair.source, 2.0))
     with ThreadPoolExecutor(2) as pool:
@@ -268,7 +270,7 @@ def test_g3_a_model_leaves_its_slot_before_a_fork_once_forwards_in_other_threads
     pair.close()
 
 
-def test_a_fork_that_a_forward_waits_for_moves_nothing_that_this_forward_reads(
+def test_a_fork_that_a_forward_waits_for_leaves_its_parameters_in_place_and_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(forks, "FORK_PATIENCE", 0.1)
@@ -282,7 +284,7 @@ def test_a_fork_that_a_forward_waits_for_moves_nothing_that_this_forward_reads(
     pair.close()
 
 
-def test_forwards_give_way_to_the_next_version_for_as_long_as_if_they_had_not_given_way_to_a_fork() -> None:
+def test_a_fork_does_not_shorten_how_long_forwards_give_way_to_the_next_version() -> None:
     pair = Pair(SharedMemWeightSyncScheme, model=large)
     pair.sync(filled(pair.source, 1.0))
     lock = pair.receiver._served.serving
@@ -340,7 +342,7 @@ def in_a_thread(work: Callable[[], object]) -> list[object]:
     return found
 
 
-def test_a_swap_whose_hook_waits_for_a_fork_in_another_thread_ends(
+def test_a_swap_whose_hook_waits_for_a_fork_in_another_thread_does_not_deadlock(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(forks, "FORK_PATIENCE", 0.1)
@@ -357,7 +359,7 @@ def test_a_swap_whose_hook_waits_for_a_fork_in_another_thread_ends(
     pair.close()
 
 
-def test_a_signals_handler_forks_while_its_thread_begins_or_ends_a_forward() -> None:
+def test_a_signal_handler_can_fork_while_its_thread_begins_or_ends_a_forward() -> None:
     pair = Pair(SharedMemWeightSyncScheme, model=large)
     pair.sync(filled(pair.source, 1.0))
 
@@ -371,7 +373,7 @@ def test_a_signals_handler_forks_while_its_thread_begins_or_ends_a_forward() -> 
     pair.close()
 
 
-def test_a_fork_leaves_no_threads_of_torch_that_its_child_would_wait_for() -> None:
+def test_a_forked_child_can_use_torch_threads_without_hanging() -> None:
     """With GNU OpenMP, a child that uses several threads hangs if the thread that forked it had done so before."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)

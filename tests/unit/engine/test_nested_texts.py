@@ -24,7 +24,7 @@ from weightsync.errors import sentence
         ("KeyError: 'why?'", "KeyError: 'why?'."),
     ],
 )
-def test_a_text_ends_once(text: str, expected: str) -> None:
+def test_a_quoted_text_ends_with_one_punctuation_mark(text: str, expected: str) -> None:
     assert sentence(text) == expected
 
 
@@ -35,7 +35,7 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_the_error_that_ended_a_trainer_may_ask(pair: Pair) -> None:
+def test_an_error_of_the_trainer_is_quoted_with_one_punctuation_mark(pair: Pair) -> None:
     pair.sync()
     pair.sender.fail(ValueError("crash?"))
 
@@ -44,7 +44,7 @@ def test_the_error_that_ended_a_trainer_may_ask(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("said", "shown"), [("crash?", r"crash\?"), ("crash:", r"crash\.")])
-def test_the_error_that_ended_a_worker_may_ask(said: str, shown: str, pair: Pair) -> None:
+def test_an_error_of_a_worker_is_quoted_with_one_punctuation_mark(said: str, shown: str, pair: Pair) -> None:
     pair.receiver.fail(ValueError(said))
 
     with pytest.raises(WorkerLostError, match=rf"ValueError: {shown} add_worker\(\) brings one back"):

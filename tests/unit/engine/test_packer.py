@@ -60,13 +60,13 @@ def test_a_packed_update_has_its_size_its_digest_and_its_form() -> None:
     packer.close()
 
 
-def test_what_is_not_to_be_verified_has_no_digest_until_it_is_asked() -> None:
+def test_an_unverified_update_has_no_digest_until_one_is_requested() -> None:
     packed = Packer(Verify.LAYOUT).pack(weights())
 
     assert (packed.digest, packed.digested()) == (b"", digest_of_weights(weights()))
 
 
-def test_a_buffer_is_written_again_once_it_was_handed_over_and_not_before() -> None:
+def test_a_buffer_is_reused_only_after_it_was_handed_over() -> None:
     packer = Packer()
     first, second = packer.pack(weights(1.0)), packer.pack(weights(2.0))
     assert second.buffer is not first.buffer
@@ -89,7 +89,7 @@ class Interrupted(set[Any]):
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_just_as_a_buffer_was_taken_leaves_it_free() -> None:
+def test_an_interrupt_while_a_buffer_is_pinned_leaves_it_free() -> None:
     packer = Packer()
     packed = packer.pack(weights())
     packer.handed_over(packed)
@@ -116,7 +116,7 @@ def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def struck_as_memory_is_made(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_signal_on_allocation(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise SIGUSR1 whenever pages of a buffer are allocated: this may take seconds, without the packer's lock."""
 
     def populate(_: object) -> None:
@@ -132,7 +132,7 @@ def test_a_signal_handler_may_close_the_packer_while_its_thread_makes_a_buffer(
 ) -> None:
     packer = Packer()
     on_signal(packer.close)
-    struck_as_memory_is_made(packer, monkeypatch)
+    raise_signal_on_allocation(packer, monkeypatch)
 
     packed = packer.pack(weights())
     assert packed.digested() == digest_of_weights(weights())
@@ -144,13 +144,13 @@ def test_a_signal_handler_may_close_the_packer_while_its_thread_reserves_buffers
     packer, closed = Packer(), list[bool]()
     packer.layout_of({"a": torch.zeros(INLINE_BELOW_NBYTES)})
     on_signal(lambda: closed.append(packer.close() is None))
-    struck_as_memory_is_made(packer, monkeypatch)
+    raise_signal_on_allocation(packer, monkeypatch)
 
     packer.reserve()
     assert closed == [True]
 
 
-def test_a_signal_handler_that_packs_while_its_thread_takes_a_buffer_gets_another(
+def test_a_signal_handler_that_packs_while_its_thread_acquires_a_buffer_gets_another(
     on_signal: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise one of the two versions would overwrite the other's weights."""
@@ -169,7 +169,7 @@ def test_a_signal_handler_that_packs_while_its_thread_takes_a_buffer_gets_anothe
     packer.close()
 
 
-def test_weights_that_cannot_be_copied_leave_no_buffer_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_copied_leave_no_buffer_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     def pack(*_: object, **__: object) -> None:
         raise LayoutError("'a' cannot be copied.", mismatched={})
 
@@ -194,7 +194,7 @@ class Sharing:
 
 
 @pytest.mark.parametrize(("verify", "digested"), [(Verify.AUTO, False), (Verify.DIGEST, True), (Verify.LAYOUT, False)])
-def test_where_all_workers_map_a_version_only_digest_computes_one_along_with_the_copy(
+def test_if_all_workers_map_a_version_only_verify_digest_hashes_it_during_the_copy(
     verify: Verify, digested: bool
 ) -> None:
     large = {"b": torch.arange(INLINE_BELOW_NBYTES // 8)}
@@ -208,7 +208,7 @@ class Alarmed(Exception):
 
 
 @pytest.mark.parametrize(("larger_by", "ended"), [(0, False), (1, True)])
-def test_a_signal_does_not_end_the_copy_of_a_version_that_takes_threads(
+def test_a_signal_does_not_interrupt_the_copy_of_a_version_that_takes_threads(
     larger_by: int, ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packer, copied = Packer(), []
@@ -234,7 +234,7 @@ def test_a_signal_does_not_end_the_copy_of_a_version_that_takes_threads(
     assert (len(copied) == 1, statistics(packer._pool).pinned) == (ended, 0)
 
 
-def test_what_a_device_cannot_copy_is_named_and_any_other_fault_of_it_is_raised(
+def test_a_tensor_that_a_device_cannot_copy_is_named_and_other_device_errors_are_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def write(*_: object) -> None:
@@ -252,7 +252,7 @@ def test_what_a_device_cannot_copy_is_named_and_any_other_fault_of_it_is_raised(
             write_slot(buffer, given, layout, packing.nobody)
 
 
-def test_the_same_layout_is_the_same_object_version_after_version() -> None:
+def test_an_unchanged_layout_is_the_same_object_for_every_version() -> None:
     packer = Packer()
     layout = packer.layout_of(weights())
 
@@ -261,7 +261,7 @@ def test_the_same_layout_is_the_same_object_version_after_version() -> None:
     assert packer.layout_of({"a": torch.ones(4)}) != layout
 
 
-def test_names_and_extra_state_beyond_what_a_message_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_extra_state_too_large_for_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     packer, module = Packer(), Remembers()
     packed = packer.pack(module)
     needed = len(packed.layout.encode()) + len(packed.extras)
@@ -306,7 +306,7 @@ class Trainer:
         return OutgoingWeights(services, services, self.packer, lambda: "the context")
 
 
-def test_workers_get_a_modules_weights_as_the_strategy_extracts_them_and_others_as_given() -> None:
+def test_module_weights_have_the_strategys_form_and_other_weights_the_given_form() -> None:
     module, found = nn.Linear(2, 1), TensorDict({"a": torch.ones(2)})
 
     for extract_as, form in (("state_dict", WeightsForm.FLAT), ("tensordict", WeightsForm.TENSORDICT)):
@@ -316,7 +316,7 @@ def test_workers_get_a_modules_weights_as_the_strategy_extracts_them_and_others_
     assert Trainer().outgoing().pack(TensorDictParams(found)).form is WeightsForm.TENSORDICT
 
 
-def test_only_weights_that_are_found_on_the_context_ask_for_it() -> None:
+def test_the_context_is_used_only_for_weights_that_are_found_on_it() -> None:
     trainer = Trainer(nn.Linear(2, 1))
     outgoing = trainer.outgoing()
 
@@ -331,7 +331,7 @@ def test_only_weights_that_are_found_on_the_context_ask_for_it() -> None:
     assert trainer.contexts[0] == "the context"
 
 
-def test_advice_about_buffers_that_are_not_persistent_is_of_the_model_on_the_context() -> None:
+def test_the_hint_about_non_persistent_buffers_refers_to_the_model_on_the_context() -> None:
     module = nn.Linear(2, 1)
     module.register_buffer("mask", torch.ones(2), persistent=False)
     trainer = Trainer(module)
@@ -341,12 +341,12 @@ def test_advice_about_buffers_that_are_not_persistent_is_of_the_model_on_the_con
     assert trainer.contexts[1:] == ["the context"] * 2
 
 
-def test_a_packer_with_a_selection_packs_what_that_chooses() -> None:
+def test_a_packer_with_a_selection_packs_only_the_selected_tensors() -> None:
     packed = Packer(selection=Selection("a")).pack(weights())
     assert packed.layout.names == ("a",)
 
 
-def test_weights_of_another_model_are_refused_with_what_differs_and_how() -> None:
+def test_weights_of_another_model_are_refused_with_missing_unexpected_and_mismatched_names() -> None:
     trainer = Trainer({"a": torch.ones(2), "b": torch.ones(2)})
 
     with pytest.raises(LayoutError) as caught:
@@ -362,7 +362,7 @@ def of_integers(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.ones(2, dtype=dtype)}
 
 
-def test_dtypes_that_the_wire_does_not_bring_to_those_agreed_on_are_refused_and_nothing_else_is() -> None:
+def test_with_a_wire_dtype_only_dtypes_that_still_differ_from_the_agreed_layout_are_refused() -> None:
     trainer = Trainer()
     trainer.packer = Packer(wire_dtype=WireDtype.BFLOAT16)
     outgoing = trainer.outgoing()
@@ -378,7 +378,7 @@ def test_dtypes_that_the_wire_does_not_bring_to_those_agreed_on_are_refused_and_
     trainer.outgoing().pack(of_integers("a", torch.int32))
 
 
-def test_a_packer_checks_for_finite_weights_if_it_is_told_to_and_sends_no_deltas_unless_told() -> None:
+def test_a_packer_checks_for_finite_weights_and_sends_deltas_only_if_told_to() -> None:
     with pytest.raises(NonFiniteError, match="policy"):
         Packer(finite_model_id="policy").pack({"a": torch.tensor([1.0, torch.nan])})
     assert (Packer().sends_deltas, Packer(sends_deltas=True).sends_deltas) == (False, True)

@@ -39,13 +39,13 @@ def model(fill: float = 0.0) -> nn.Module:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send payloads of two chunks or more in parts, each of one chunk or more."""
     for name, nbytes in (("LEAST_PART", CHUNK), ("LEAST_NBYTES", 2 * CHUNK), ("LEAST_IF_BUSY", 2 * CHUNK)):
         monkeypatch.setattr(parts, name, nbytes)
 
 
-class Recording(TakesParts):
+class RecordingLink(TakesParts):
     """A link that records the parts that it is given, and fails after ``lasts`` of them."""
 
     def __init__(self, lasts: int = 1000) -> None:
@@ -61,7 +61,7 @@ class Recording(TakesParts):
         self.sent.append(part)
 
 
-def outgoing(nbytes: int, *links: Recording) -> OutgoingParts:
+def outgoing(nbytes: int, *links: RecordingLink) -> OutgoingParts:
     chosen: dict[TakesParts, bool] = dict.fromkeys(links, True)
     return OutgoingParts(threading.RLock(), chosen, Buffer(1), whole_of(ID, nbytes, "policy", 5))
 
@@ -70,8 +70,10 @@ def outgoing(nbytes: int, *links: Recording) -> OutgoingParts:
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_each_byte_is_sent_once_it_is_written_and_once(chunks: int, threads: int, order: random.Random) -> None:
-    nbytes, link = chunks * CHUNK - 1, Recording()
+def test_each_byte_is_sent_exactly_once_and_only_after_it_is_written(
+    chunks: int, threads: int, order: random.Random
+) -> None:
+    nbytes, link = chunks * CHUNK - 1, RecordingLink()
     sending = outgoing(nbytes, link)
     cuts = [0, *sorted(order.sample(range(1, chunks), min(threads, chunks) - 1)), chunks]
     ranges = [iter(range(*share)) for share in pairwise(cuts)]
@@ -98,8 +100,8 @@ def test_each_byte_is_sent_once_it_is_written_and_once(chunks: int, threads: int
     }
 
 
-def test_a_part_is_no_smaller_than_a_32nd() -> None:
-    link = Recording()
+def test_a_large_payload_is_sent_in_at_most_32_parts() -> None:
+    link = RecordingLink()
     sending = outgoing(640 * parts.LEAST_PART, link)
 
     for start in range(0, 640 * parts.LEAST_PART, CHUNK):
@@ -109,8 +111,8 @@ def test_a_part_is_no_smaller_than_a_32nd() -> None:
     assert len(link.sent) == parts.MOST_PARTS
 
 
-def test_parts_end_with_a_chunk_though_what_is_written_does_not() -> None:
-    link, nbytes = Recording(), 3 * parts.LEAST_PART + 100
+def test_parts_end_at_chunk_boundaries_although_writes_do_not() -> None:
+    link, nbytes = RecordingLink(), 3 * parts.LEAST_PART + 100
     sending = outgoing(nbytes, link)
     written = 0
     while written < nbytes:
@@ -123,8 +125,8 @@ def test_parts_end_with_a_chunk_though_what_is_written_does_not() -> None:
     assert link.sent[-1].end == nbytes
 
 
-def test_a_link_that_fails_gets_no_more_and_the_others_all() -> None:
-    fails, lasts = Recording(lasts=1), Recording()
+def test_a_failed_link_gets_no_more_parts_and_the_other_links_get_all() -> None:
+    fails, lasts = RecordingLink(lasts=1), RecordingLink()
     sending = outgoing(3 * parts.LEAST_PART, fails, lasts)
 
     for start in range(3):
@@ -134,7 +136,7 @@ def test_a_link_that_fails_gets_no_more_and_the_others_all() -> None:
     assert (len(fails.sent), len(lasts.sent)) == (1, 3)
 
 
-def test_small_payloads_and_those_of_busy_machines_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_payloads_and_medium_payloads_on_busy_machines_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
 
     assert not parts.worth_parts(parts.LEAST_NBYTES - 1)
@@ -144,7 +146,7 @@ def test_small_payloads_and_those_of_busy_machines_are_sent_whole(monkeypatch: p
     assert parts.worth_parts(parts.LEAST_NBYTES)
 
 
-class Answers(Recording):
+class ProbedLink(RecordingLink):
     """A link that takes parts or not, and records for which payloads it is asked."""
 
     def __init__(self, takes: bool) -> None:
@@ -158,14 +160,14 @@ class Answers(Recording):
 
 
 @pytest.mark.parametrize(("verify", "hashed"), [(Verify.AUTO, [False, True]), (Verify.DIGEST, [True, True])])
-def test_parts_go_to_links_that_take_them_and_owe_no_answer_hashed_where_a_digest_is_compared(
+def test_parts_go_to_accepting_links_that_owe_no_answer_hashed_if_a_digest_is_compared(
     verify: Verify, hashed: list[bool]
 ) -> None:
-    def lane(link: Recording | None, shares: bool = True, owes: bool = False) -> Any:
+    def lane(link: RecordingLink | None, shares: bool = True, owes: bool = False) -> Any:
         return SimpleNamespace(parts=link, backlog=SimpleNamespace(empty=not owes), shares=lambda *_: shares)
 
     nbytes, payload = parts.LEAST_IF_BUSY, Buffer(1)
-    mapped, sent, declines, owes = Answers(True), Answers(True), Answers(False), Answers(True)
+    mapped, sent, declines, owes = ProbedLink(True), ProbedLink(True), ProbedLink(False), ProbedLink(True)
     lanes = [lane(mapped), lane(sent, shares=False), lane(declines), lane(owes, owes=True), lane(None)]
 
     def to(chosen: list[Any], size: int = nbytes) -> OutgoingParts | None:
@@ -182,23 +184,23 @@ def test_parts_go_to_links_that_take_them_and_owe_no_answer_hashed_where_a_diges
     assert to(lanes, size=parts.LEAST_NBYTES - 1) is None
 
 
-def test_a_link_that_cannot_carry_parts_is_given_none() -> None:
+def test_a_link_that_cannot_carry_parts_is_given_no_parts() -> None:
     plain: Any = SimpleNamespace(delivery=Delivery.ORDERED)
-    able: Any = Answers(True)
+    able: Any = ProbedLink(True)
     able.delivery = Delivery.ORDERED
 
     assert [Lane(0, link, None).parts for link in (plain, able)] == [None, able]
 
 
-def test_a_payload_that_lies_in_no_segment_is_sent_whole(make: Callable[..., Slots]) -> None:
+def test_a_payload_that_lies_in_no_segment_is_sent_whole(make: Callable[..., SlotPair]) -> None:
     driver = make().sender._driver
 
     assert driver.in_parts(Buffer(4), parts.LEAST_IF_BUSY, Verify.DIGEST, None) is None
 
 
-def test_a_payload_for_more_workers_than_there_are_cores_for_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_for_as_many_workers_as_cores_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    links = [Answers(True), Answers(True)]
+    links = [ProbedLink(True), ProbedLink(True)]
     lanes: list[Any] = [
         SimpleNamespace(parts=link, backlog=SimpleNamespace(empty=True), shares=lambda *_: True) for link in links
     ]
@@ -221,7 +223,7 @@ def update(**where: Any) -> Update:
     return Update(model_id="policy", incarnation=5, version=1, layout_digest=b"", **where)
 
 
-def test_the_hashes_of_parts_give_the_digest_of_the_whole() -> None:
+def test_hashes_of_parts_combine_to_the_digest_of_the_whole_payload() -> None:
     payload = memoryview(bytearray(random.Random(1).randbytes(3 * CHUNK + 5)))
     incoming = IncomingParts()
 
@@ -234,7 +236,7 @@ def test_the_hashes_of_parts_give_the_digest_of_the_whole() -> None:
     assert incoming.hashes_of(update(nbytes=len(payload), payload_id=ID)) is None  # the hashes were handed out already
 
 
-def test_only_the_parts_of_the_payload_that_an_update_names_count() -> None:
+def test_an_update_uses_only_the_hashes_of_the_payload_that_it_names() -> None:
     old, new = memoryview(bytearray(b"o" * 2 * CHUNK)), memoryview(bytearray(b"n" * 2 * CHUNK))
     incoming = IncomingParts()
 
@@ -250,7 +252,7 @@ def test_only_the_parts_of_the_payload_that_an_update_names_count() -> None:
     assert hashes.combined(b"") == digest(new, b"")
 
 
-def test_a_part_of_a_payload_of_another_size_breaks_the_protocol() -> None:
+def test_a_part_with_another_payload_size_raises_protocol_error() -> None:
     payload = memoryview(bytearray(2 * CHUNK))
     incoming = IncomingParts()
     incoming.arrived(part(0, CHUNK, 2 * CHUNK), Received(part(0, CHUNK, 2 * CHUNK), payload))
@@ -260,7 +262,7 @@ def test_a_part_of_a_payload_of_another_size_breaks_the_protocol() -> None:
 
 
 @pytest.mark.parametrize("whole", [None, memoryview(bytearray(CHUNK))])
-def test_what_no_digest_follows_or_no_memory_was_there_for_is_not_hashed(whole: memoryview | None) -> None:
+def test_parts_without_a_digest_or_without_memory_are_not_hashed(whole: memoryview | None) -> None:
     incoming = IncomingParts()
 
     incoming.arrived(part(0, CHUNK, CHUNK, hashed=whole is None), Received(part(0, CHUNK, CHUNK), whole))
@@ -271,7 +273,7 @@ def test_what_no_digest_follows_or_no_memory_was_there_for_is_not_hashed(whole: 
 # ------------------------------------------------------------------------------------- whole sends over slots
 
 
-class Slots(Pair):
+class SlotPair(Pair):
     """A pair whose two slots have been passed to the workers already. It records the parts that each link is given.
 
     One thread drives both ends, so a worker hashes only when it is asked to receive: the parts packed by then.
@@ -294,13 +296,13 @@ class Slots(Pair):
 
 @pytest.fixture(params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared", "pipe"])
 def make(
-    request: pytest.FixtureRequest, small: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Slots]]:
+    request: pytest.FixtureRequest, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., SlotPair]]:
     """A function that makes pairs over slots, which the worker maps or copies out."""
-    made: list[Slots] = []
+    made: list[SlotPair] = []
 
-    def one(workers: int = 1, **options: Any) -> Slots:
-        made.append(Slots(monkeypatch, request.param, workers, **options))
+    def one(workers: int = 1, **options: Any) -> SlotPair:
+        made.append(SlotPair(monkeypatch, request.param, workers, **options))
         return made[-1]
 
     yield one
@@ -308,8 +310,8 @@ def make(
         each.close()
 
 
-def test_g2_what_was_hashed_in_parts_is_what_is_acked_and_served(
-    make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+def test_g2_bytes_hashed_in_parts_are_the_bytes_acked_and_served(
+    make: Callable[..., SlotPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = make()
     monkeypatch.setattr(applier, "digest", None)  # nothing may be hashed once the update has arrived
@@ -324,7 +326,9 @@ def test_g2_what_was_hashed_in_parts_is_what_is_acked_and_served(
         assert slots.sender.digest() == slots.receiver.digest()
 
 
-def test_several_threads_pack_and_name_their_parts(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_pack_and_name_their_parts(
+    make: Callable[..., SlotPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = make()
     monkeypatch.setattr(division, "_parts", lambda *_: ((0, 3 * CHUNK), (3 * CHUNK, 10 * CHUNK)))
     monkeypatch.setattr(division, "threads_for", lambda _: 2)
@@ -340,7 +344,7 @@ def test_several_threads_pack_and_name_their_parts(make: Callable[..., Slots], m
     assert constants(slots.model) == {5.0}
 
 
-def test_only_those_who_are_sent_to_and_have_answered_get_parts(make: Callable[..., Slots]) -> None:
+def test_only_targets_that_owe_no_answer_get_parts(make: Callable[..., SlotPair]) -> None:
     slots = make(workers=3)
 
     slots.sync(worker_ids=[0, 2])
@@ -356,8 +360,8 @@ def test_only_those_who_are_sent_to_and_have_answered_get_parts(make: Callable[.
     assert slots.sender.wait_async().ok
 
 
-def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_served(
-    make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+def test_g6_a_payload_that_cannot_be_packed_changes_nothing_and_the_next_one_is_served(
+    make: Callable[..., SlotPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = make()
     real = packing.Pieces.fill
@@ -380,7 +384,7 @@ def test_g6_a_payload_that_could_not_be_packed_changes_nothing_and_the_next_is_s
     assert constants(slots.model) == {8.0}
 
 
-def test_weights_that_are_refused_once_they_were_sent_in_parts_are_never_served(make: Callable[..., Slots]) -> None:
+def test_nonfinite_weights_refused_after_being_sent_in_parts_are_never_served(make: Callable[..., SlotPair]) -> None:
     slots = make()
     slots.sender._packer._finite_model_id = "policy"  # as a worker group sets it for check_finite=True
 
@@ -394,7 +398,9 @@ def test_weights_that_are_refused_once_they_were_sent_in_parts_are_never_served(
     assert constants(slots.model) == {2.0}
 
 
-def test_what_is_not_as_it_was_sent_is_refused(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_damaged_in_transit_is_refused(
+    make: Callable[..., SlotPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = make()
     real = OutgoingParts._send
 
@@ -413,7 +419,9 @@ def test_what_is_not_as_it_was_sent_is_refused(make: Callable[..., Slots], monke
     assert slots.sync().ok
 
 
-def test_what_a_worker_has_written_over_is_not_hashed(make: Callable[..., Slots]) -> None:
+def test_versions_sent_in_parts_are_served_after_the_worker_overwrote_its_weights(
+    make: Callable[..., SlotPair],
+) -> None:
     slots = make()
 
     for value in range(2, 8):
@@ -423,8 +431,8 @@ def test_what_a_worker_has_written_over_is_not_hashed(make: Callable[..., Slots]
         filled(slots.model, -1.0)
 
 
-def test_what_a_worker_writes_over_amid_the_parts_is_hashed_again(
-    make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+def test_parts_overwritten_by_the_worker_before_the_update_are_hashed_again(
+    make: Callable[..., SlotPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots, real = make(), OutgoingParts._send
     kept = [parameter.detach() for parameter in slots.model.parameters()]
@@ -448,7 +456,7 @@ def test_what_a_worker_writes_over_amid_the_parts_is_hashed_again(
 
 
 @pytest.mark.parametrize("end", ["the trainer closes", "the worker closes"])
-def test_no_hash_keeps_the_memory_of_a_payload_whose_link_has_ended(make: Callable[..., Slots], end: str) -> None:
+def test_hashes_of_parts_are_dropped_when_their_link_ends(make: Callable[..., SlotPair], end: str) -> None:
     slots = make()
     slots.sender._packer._finite_model_id = "policy"
     filled(slots.source, float("nan"))
@@ -468,7 +476,9 @@ def test_no_hash_keeps_the_memory_of_a_payload_whose_link_has_ended(make: Callab
     assert incoming.hashes is None
 
 
-def test_a_worker_that_does_not_read_gets_no_parts(make: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_read_gets_no_parts(
+    make: Callable[..., SlotPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = make()
     (link,) = slots.sender.transports().values()
     with monkeypatch.context() as patch:
@@ -480,8 +490,8 @@ def test_a_worker_that_does_not_read_gets_no_parts(make: Callable[..., Slots], m
 
 
 @pytest.mark.parametrize("verify", [Verify.AUTO, Verify.LAYOUT])
-def test_slots_whose_digest_nobody_compares_are_not_named_in_parts(
-    verify: Verify, small: None, monkeypatch: pytest.MonkeyPatch
+def test_no_parts_are_sent_for_slots_whose_digest_is_not_compared(
+    verify: Verify, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PipeLink, "send_part", None)
     pair = Pair(lambda: SharedMemWeightSyncScheme(verify=verify), model=model)

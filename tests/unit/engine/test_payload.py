@@ -57,7 +57,7 @@ def gathered(request: pytest.FixtureRequest, chunk: int, monkeypatch: pytest.Mon
     return device
 
 
-def test_a_buffer_holds_the_tensors_zeros_between_them_and_nothing_behind(gathered: bool) -> None:
+def test_pack_writes_the_tensors_and_zeros_in_the_gaps_and_nothing_behind_them(gathered: bool) -> None:
     payload = bytearray(b"\xaa" * (LAYOUT.nbytes + 5))
     pack(WEIGHTS, LAYOUT, memoryview(payload))
 
@@ -68,7 +68,7 @@ def test_a_buffer_holds_the_tensors_zeros_between_them_and_nothing_behind(gather
     assert bytes(exact) == expected()
 
 
-def test_the_chosen_tensors_are_those_of_the_buffer_and_the_others_stay(gathered: bool) -> None:
+def test_scatter_copies_the_chosen_tensors_and_leaves_the_others(gathered: bool) -> None:
     payload = memoryview(bytearray(expected()))
     every = range(len(LAYOUT.entries))
     for chosen in ((), (1, 3), every):
@@ -79,7 +79,7 @@ def test_the_chosen_tensors_are_those_of_the_buffer_and_the_others_stay(gathered
             assert torch.equal(tensor, GIVEN[entry.name] * (index in taken))
 
 
-def test_the_digest_is_that_of_the_payload_and_of_the_extra_state(gathered: bool) -> None:
+def test_the_digest_covers_the_payload_and_the_extra_state(gathered: bool) -> None:
     payload = memoryview(bytearray(expected()))
 
     assert digest_of(WEIGHTS, LAYOUT, b"extras") == digest(payload, b"extras") != digest(payload, b"")
@@ -104,7 +104,7 @@ def test_the_extra_state_of_a_module_is_in_its_digest() -> None:
 
 
 @pytest.mark.parametrize("first", range(6))
-def test_any_run_of_tensors_is_seen_in_the_bytes_that_start_with_it(first: int) -> None:
+def test_views_of_any_run_of_tensors_match_the_bytes_that_start_with_the_run(first: int) -> None:
     found = ordered(WEIGHTS, LAYOUT)
     for last in range(first, 6):
         start = LAYOUT.entries[first].offset if first < last else 0
@@ -115,7 +115,7 @@ def test_any_run_of_tensors_is_seen_in_the_bytes_that_start_with_it(first: int) 
     assert len(views(LAYOUT, torch.frombuffer(bytearray(expected()), dtype=torch.uint8))) == 5
 
 
-def test_the_views_of_a_buffer_are_made_once_and_belong_to_no_graph() -> None:
+def test_the_views_of_a_buffer_are_made_once_and_are_inference_tensors() -> None:
     payload = memoryview(bytearray(expected()))
     seen = kept_views(LAYOUT, address_of(payload))
 
@@ -124,7 +124,7 @@ def test_the_views_of_a_buffer_are_made_once_and_belong_to_no_graph() -> None:
     assert packing._kept_views.cache_info().maxsize == packing._chunks.cache_info().maxsize == 8
 
 
-def test_pieces_are_of_one_dtype_and_as_large_as_they_may_be(chunk: int) -> None:
+def test_pieces_have_one_dtype_and_are_as_large_as_the_chunk_size_allows(chunk: int) -> None:
     assert [entry.nbytes for entry in LAYOUT.entries] == [24, 64, 64, 24, 3]
     assert (
         packing._chunks(LAYOUT)
@@ -152,7 +152,7 @@ def test_a_tensor_that_cannot_be_copied_is_named(gathered: bool) -> None:
         digest_of(sparse(), LAYOUT, b"")
 
 
-def test_what_is_no_tensors_fault_is_raised_as_it_is(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_no_tensor_caused_is_raised_unchanged(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("out of memory")
 
     def fails(*_: object) -> None:
@@ -172,7 +172,7 @@ def test_what_is_no_tensors_fault_is_raised_as_it_is(chunk: int, monkeypatch: py
 @pytest.mark.parametrize(
     "view", [memoryview(bytes(999)), memoryview(bytearray(999))[::2], memoryview(bytearray(LAYOUT.nbytes - 1))]
 )
-def test_a_buffer_that_cannot_be_written_is_refused_with_what_is_needed(view: memoryview) -> None:
+def test_an_unusable_buffer_is_refused_with_the_required_size(view: memoryview) -> None:
     with pytest.raises(ConfigurationError, match=rf"needs {LAYOUT.nbytes} contiguous, writable bytes\.$"):
         pack(WEIGHTS, LAYOUT, view)
 
@@ -194,7 +194,7 @@ def on(device: str) -> Any:
         (["cuda:0", "cuda:0"], True),
     ],
 )
-def test_tensors_are_gathered_where_all_are_on_one_device(devices: list[str], gathers: bool) -> None:
+def test_tensors_are_gathered_only_if_all_are_on_one_accelerator(devices: list[str], gathers: bool) -> None:
     assert packing._on_one_device([on(device) for device in devices]) is gathers
 
 

@@ -101,7 +101,7 @@ def raised_by(worker: Worker, which: int, *messages: Any) -> ProtocolError:
 # ------------------------------------------------------------------------------------------------ what it sends
 
 
-def test_why_the_last_handshake_was_refused_is_kept() -> None:
+def test_the_reason_of_the_last_refused_handshake_is_kept() -> None:
     worker, late = Worker(1), Scripted()
     assert worker.driver.handshake_refusal == ""
     worker.driver.layout = LAYOUT
@@ -113,7 +113,7 @@ def test_why_the_last_handshake_was_refused_is_kept() -> None:
     assert worker.driver.ended == f"its handshake was refused: {worker.driver.handshake_refusal}"
 
 
-def test_an_equal_layout_is_the_one_that_is_known() -> None:
+def test_an_equal_layout_is_replaced_by_the_known_object() -> None:
     worker, equal = Worker(), Layout([("a", "float32", (2,))])
     worker.driver.layout = LAYOUT
     worker.receives(0, update(1, equal))
@@ -121,7 +121,7 @@ def test_an_equal_layout_is_the_one_that_is_known() -> None:
     assert worker.driver.pending.layout is LAYOUT
 
 
-def test_only_a_version_that_was_applied_is_the_base_of_a_delta() -> None:
+def test_only_an_applied_version_can_be_the_base_of_a_delta() -> None:
     whole, delta = replace(update(1), base=BaseRef()), replace(update(2), base=BaseRef(version=1))
     for answer, holds in ((pure.Applied(ack(1)), True), (pure.Refused(refusal(1, RefusalKind.REFUSED, "no")), False)):
         worker = Worker()
@@ -130,7 +130,7 @@ def test_only_a_version_that_was_applied_is_the_base_of_a_delta() -> None:
         assert worker.driver.held.holds(delta) is holds
 
 
-def test_its_hello_tells_who_it_is_and_what_it_serves() -> None:
+def test_a_receivers_hello_names_its_process_and_its_served_version_and_layout() -> None:
     worker, late = Worker(1), Scripted()
     pid, started = own_identity()
     greeting = hello(fence=EPOCH, host=own_host(), pid=pid, started=started)
@@ -146,7 +146,7 @@ def test_its_hello_tells_who_it_is_and_what_it_serves() -> None:
     assert worker.links[1].takes() == [replace(greeting, incarnation=EPOCH + 1, fence=EPOCH + 1, link=2)]
 
 
-def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_greeting() -> None:
+def test_an_older_senders_handshake_is_refused_with_the_fence_and_not_kept_as_greeting() -> None:
     worker = Worker(1)
     worker.receives(1, hello(EPOCH - 1))
 
@@ -157,7 +157,7 @@ def test_an_older_senders_handshake_is_refused_with_the_fence_and_is_not_the_gre
 
 
 @pytest.mark.parametrize("layout", [OTHER, LAYOUT], ids=["another", "the same"])
-def test_a_handshake_is_refused_for_what_differs_and_for_nothing_else(layout: Layout) -> None:
+def test_a_handshake_is_refused_only_if_the_layouts_differ_and_names_the_difference(layout: Layout) -> None:
     worker = Worker(1)
     worker.driver.layout = LAYOUT
     worker.receives(1, hello(EPOCH + 1, layout_digest=b"unknown digest..", layout=layout.encode()))
@@ -168,7 +168,7 @@ def test_a_handshake_is_refused_for_what_differs_and_for_nothing_else(layout: La
         assert (said.kind, said.reason) == (RefusalKind.REFUSED, str(LAYOUT.difference(OTHER)))
 
 
-def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> None:
+def test_a_sender_that_is_taken_over_from_gets_the_new_fence_as_its_last_message() -> None:
     worker = Worker(1)
     worker.receives(1, hello(EPOCH + 1))
 
@@ -178,9 +178,7 @@ def test_whoever_is_taken_over_from_hears_the_new_fence_as_the_last_word() -> No
 
 
 @pytest.mark.parametrize(("number", "over"), [(1, True), (3, False)])
-def test_a_late_handshake_over_a_link_that_its_sender_has_replaced_ends_that_link_and_no_other(
-    number: int, over: bool
-) -> None:
+def test_of_two_links_of_one_sender_the_one_with_the_lower_link_number_is_closed(number: int, over: bool) -> None:
     driver, former, newer, late = ReceiverDriver("policy"), Scripted(), Scripted(), hello(link=number)
     for link in (former, newer):
         driver.add_link(link)
@@ -195,7 +193,7 @@ def test_a_late_handshake_over_a_link_that_its_sender_has_replaced_ends_that_lin
     assert (driver.ended, driver.handshake_refusal, driver.pending is None) == ("", "", over)
 
 
-def test_a_goodbye_goes_over_every_link_that_is_closed_in_good_order() -> None:
+def test_close_sends_a_goodbye_and_closes_all_links_although_a_send_fails() -> None:
     worker = Worker(1)
     worker.links[1].raises["send"] = ZeroDivisionError()
     worker.receives(0, update(1))
@@ -211,7 +209,7 @@ def test_a_goodbye_goes_over_every_link_that_is_closed_in_good_order() -> None:
 
 
 @pytest.mark.parametrize("method", ["fail", "break_down"])
-def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(method: str) -> None:
+def test_a_failure_is_sent_last_over_the_current_link_and_closes_all_links(method: str) -> None:
     worker = Worker(1)
     worker.receives(0, update(1))
     getattr(worker.driver, method)("the bus is gone", "a traceback")
@@ -223,7 +221,7 @@ def test_what_failed_is_the_last_word_over_the_link_in_force_and_all_are_closed(
     assert worker.driver.waker.enter() is None
 
 
-def test_versions_that_are_overtaken_or_old_are_refused_with_the_reason() -> None:
+def test_superseded_and_stale_versions_are_refused_with_the_reason() -> None:
     worker = Worker()
     worker.receives(0, update(2), update(3, with_layout=False), update(1, with_layout=False))
     assert worker.link.takes() == [
@@ -237,7 +235,7 @@ def test_versions_that_are_overtaken_or_old_are_refused_with_the_reason() -> Non
 # --------------------------------------------------------------------------------------------------- its answers
 
 
-def test_an_answer_is_written_at_once_and_no_more_is_read_until_it_has_left() -> None:
+def test_an_answer_is_sent_at_once_and_no_further_update_is_pending_until_it_has_left() -> None:
     worker = Worker(1)
     worker.link.gone = False
     answer = worker.applies(1)
@@ -253,7 +251,7 @@ def test_an_answer_is_written_at_once_and_no_more_is_read_until_it_has_left() ->
     assert worker.state is State.PENDING_ASYNC
 
 
-def test_an_answer_has_left_when_its_own_link_is_empty_and_no_other() -> None:
+def test_an_answer_has_not_left_when_only_another_link_is_flushed() -> None:
     worker = Worker(1)
     worker.link.gone = False
     worker.applies(1)
@@ -263,7 +261,7 @@ def test_an_answer_has_left_when_its_own_link_is_empty_and_no_other() -> None:
     assert worker.state is State.AWAITING_ACK
 
 
-def test_a_deferred_ack_leaves_with_what_became_of_the_version_elsewhere() -> None:
+def test_a_deferred_ack_carries_the_nested_report() -> None:
     worker = Worker()
     answer = worker.defers(1)
     worker.driver.pump()
@@ -318,7 +316,9 @@ def test_no_version_is_served_after_weights_were_written_by_hand() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"), [(TransportError("cut"), "cut"), (KeyError("odd"), "the adapter of the link to somebody fa")]
 )
-def test_a_link_that_fails_is_told_so_as_its_last_word_and_closed(method: str, error: Exception, reason: str) -> None:
+def test_a_failed_link_is_sent_the_reason_as_its_last_message_and_closed(
+    method: str, error: Exception, reason: str
+) -> None:
     worker = Worker()
     assert (worker.driver.ended, worker.driver.ended_as) == ("", TransportError)
     worker.link.raises[method] = error
@@ -334,7 +334,7 @@ def test_a_link_that_fails_is_told_so_as_its_last_word_and_closed(method: str, e
 
 
 @pytest.mark.parametrize("method", ["receive", "flush"])
-def test_a_link_beside_the_one_in_force_fails_alone_with_a_last_word(method: str) -> None:
+def test_a_link_other_than_the_current_one_fails_alone_with_a_last_message(method: str) -> None:
     worker = Worker(2)
     worker.links[1].raises[method] = TransportError("cut")
     worker.links[2].receives(hello(EPOCH - 1))
@@ -345,7 +345,7 @@ def test_a_link_beside_the_one_in_force_fails_alone_with_a_last_word(method: str
     assert (worker.driver.current_link(), worker.state) == (worker.link, State.READY)
 
 
-def test_links_behind_one_that_fails_are_written_to_as_well() -> None:
+def test_links_after_a_failed_one_are_flushed_too() -> None:
     worker = Worker(1)
     flushed = worker.links[1].flushed
     worker.link.raises["flush"] = TransportError("cut")
@@ -355,7 +355,7 @@ def test_links_behind_one_that_fails_are_written_to_as_well() -> None:
 
 
 @pytest.mark.parametrize(("error", "reason"), [(TransportError("cut"), "cut"), (MemoryError(), "MemoryError()")])
-def test_a_link_that_takes_no_word_is_down_with_the_reason(error: Exception, reason: str) -> None:
+def test_a_link_that_fails_to_send_is_lost_with_the_reason(error: Exception, reason: str) -> None:
     worker = Worker()
     worker.link.raises["send"] = error
     worker.receives(0, update(2), update(1))
@@ -363,7 +363,7 @@ def test_a_link_that_takes_no_word_is_down_with_the_reason(error: Exception, rea
     assert (worker.driver.ended, worker.link.closed, worker.state) == (reason, 1, State.UNINITIALIZED)
 
 
-def test_a_goodbye_behind_what_could_not_be_answered_is_how_the_link_ended() -> None:
+def test_a_goodbye_behind_an_update_that_cannot_be_answered_is_how_the_link_ended() -> None:
     worker = Worker()
     worker.link.raises["send"] = TransportError("cut")
     worker.receives(0, update(2), update(1), bye())
@@ -375,7 +375,7 @@ def test_a_goodbye_behind_what_could_not_be_answered_is_how_the_link_ended() -> 
     assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
 
 
-def test_a_goodbye_that_arrived_before_an_answer_could_not_be_written_is_how_the_link_ended() -> None:
+def test_a_goodbye_that_arrived_before_a_failed_write_is_how_the_link_ended() -> None:
     worker = Worker()
     worker.receives(0, update(1))
     worker.link.raises["flush"] = TransportError("cut")
@@ -396,7 +396,7 @@ def test_a_goodbye_that_arrived_before_an_answer_could_not_be_written_is_how_the
     assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
 
 
-def test_a_goodbye_is_how_a_link_ended_that_fails_once_more_before_it_is_closed() -> None:
+def test_a_goodbye_is_how_a_link_ended_although_it_fails_again_before_it_is_closed() -> None:
     worker = Worker()
     worker.receives(0, update(1))
     worker.link.raises |= {"send": TransportError("cut"), "flush": TransportError("still cut")}
@@ -407,7 +407,7 @@ def test_a_goodbye_is_how_a_link_ended_that_fails_once_more_before_it_is_closed(
     assert (worker.link.closed, worker.state) == (1, State.UNINITIALIZED)
 
 
-def test_what_follows_a_goodbye_is_not_heard() -> None:
+def test_messages_after_a_goodbye_are_ignored() -> None:
     worker = Worker()
     worker.receives(0, bye(), bye(ending=Ending.FAILED), update(1))
 
@@ -415,7 +415,7 @@ def test_what_follows_a_goodbye_is_not_heard() -> None:
     assert worker.driver.pending is None
 
 
-def test_how_a_sender_ended_is_reported_and_raised_as_it_was() -> None:
+def test_a_closed_and_a_failed_sender_are_reported_with_their_error_types() -> None:
     worker = Worker(1)
     worker.receives(0, bye(EPOCH - 1))
     assert (worker.driver.ended, worker.link.closed) == ("", 0)
@@ -428,7 +428,7 @@ def test_how_a_sender_ended_is_reported_and_raised_as_it_was() -> None:
     assert (worker.links[1].closed, worker.links[1].takes()) == (1, [])
 
 
-def test_how_the_last_link_ended_is_over_once_another_is_there_or_expected() -> None:
+def test_the_end_of_the_last_link_is_cleared_once_another_is_added_or_expected() -> None:
     worker = Worker()
     worker.receives(0, bye())
     before, ended = worker.driver.waker.fired, worker.driver.ended
@@ -442,7 +442,7 @@ def test_how_the_last_link_ended_is_over_once_another_is_there_or_expected() -> 
     assert (worker.driver.ended, worker.driver.waker.fired) == ("", before + 1)
 
 
-def test_a_link_that_cannot_be_waited_for_is_down_alone() -> None:
+def test_a_link_that_cannot_be_waited_for_is_lost_and_no_other() -> None:
     worker = Worker(1)
     worker.driver._lose_link(worker.links[1], "stuck")
     worker.driver.pump()
@@ -455,7 +455,7 @@ def test_a_link_that_cannot_be_waited_for_is_down_alone() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_breach_is_raised_only_where_it_is_over_the_link_in_force(
+def test_a_protocol_breach_is_raised_only_if_it_is_over_the_current_link(
     which: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, error = Worker(1), "a sender sent Ack; only receivers send it."
@@ -471,7 +471,7 @@ def test_a_breach_is_raised_only_where_it_is_over_the_link_in_force(
     assert worker.driver.links() == [worker.links[1 - which]]
 
 
-def test_a_breach_of_the_only_link_is_raised_though_it_is_not_in_force() -> None:
+def test_a_protocol_breach_of_the_only_link_is_raised_although_it_is_not_current() -> None:
     driver, link = ReceiverDriver("policy"), Scripted()
     driver.add_link(link)
     link.receives(ack(1))
@@ -479,7 +479,7 @@ def test_a_breach_of_the_only_link_is_raised_though_it_is_not_in_force() -> None
         driver.pump()
 
 
-def test_what_could_not_be_read_goes_with_the_error() -> None:
+def test_the_protocol_error_carries_the_unreadable_bytes() -> None:
     worker = Worker()
     worker.link.raises["receive"] = ProtocolError("nonsense", b"bytes")
     error = raised_by(worker, 0)
@@ -494,7 +494,7 @@ def test_what_could_not_be_read_goes_with_the_error() -> None:
     assert caught.value.unread == b""
 
 
-def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None:
+def test_an_update_with_a_layout_or_size_that_its_link_has_not_carried_is_a_breach() -> None:
     for wrong in (update(1, with_layout=False), replace(update(1), nbytes=7)):
         worker = Worker()
         error = (
@@ -505,7 +505,7 @@ def test_an_update_names_a_layout_and_a_size_that_its_link_has_carried() -> None
         assert worker.driver.ended == error
 
 
-def test_a_worker_that_cannot_be_watched_is_told_why_its_link_ends() -> None:
+def test_a_sender_whose_process_cannot_be_watched_is_told_why_its_link_ends() -> None:
     driver, link = ReceiverDriver("policy"), Scripted()
     driver.add_link(link)
     link.raises["watch"] = TransportError("no descriptor")
@@ -517,13 +517,13 @@ def test_a_worker_that_cannot_be_watched_is_told_why_its_link_ends() -> None:
     assert last == refusal(0, RefusalKind.FAILED, "no descriptor")
 
 
-def test_a_handshake_that_is_taken_is_the_greeting_and_its_process_is_watched() -> None:
+def test_an_accepted_handshake_is_kept_as_greeting_and_its_process_is_watched() -> None:
     worker, greeting = Worker(1), hello(EPOCH + 1, host=own_host(), pid=77, started=88)
     worker.receives(1, greeting)
     assert (worker.driver.greeting, worker.links[1].watched) == (greeting, [(77, 88)])
 
 
-def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_handled_ends_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(1)
     monkeypatch.setattr(worker.driver, "_layout_of", lambda update: update.nothing)
     worker.receives(0, update(1))
@@ -540,14 +540,14 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
 SLOT: Any = object()
 
 
-def test_a_new_driver_knows_of_nobody() -> None:
+def test_a_new_driver_has_no_pending_update_no_greeting_and_no_current_link() -> None:
     driver = ReceiverDriver("policy")
 
     assert (driver.pending, driver.greeting, driver.deferring, driver.current_link()) == (None, None, False, None)
     assert (driver.ended, driver.ended_as) == ("", TransportError)
 
 
-def test_what_is_pending_is_all_that_arrived() -> None:
+def test_a_pending_update_has_everything_that_arrived_with_it() -> None:
     worker, payload = Worker(), memoryview(bytearray(8))
     assert worker.driver.pending is None
     worker.link.receives(update(1), payload=payload, slot=SLOT, untaken="no memory")
@@ -566,7 +566,7 @@ def test_what_is_pending_is_all_that_arrived() -> None:
     assert worker.driver.pending is None
 
 
-def test_the_last_layout_is_remembered_and_no_other() -> None:
+def test_only_the_last_layout_of_a_link_is_remembered() -> None:
     worker = Worker()
     worker.receives(0, update(1), update(2, with_layout=False), update(3, OTHER), update(4, OTHER, with_layout=False))
     assert worker.driver.pending is not None
@@ -577,7 +577,7 @@ def test_the_last_layout_is_remembered_and_no_other() -> None:
 # ------------------------------------------------------------------------------------------ waits and steps
 
 
-def test_what_fired_since_its_caller_looked_does_not_block_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_does_not_block_if_the_waker_fired_since_the_caller_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, calls = Worker(), []
     since = worker.driver.waker.fired
     worker.driver.waker.fire()
@@ -589,7 +589,7 @@ def test_what_fired_since_its_caller_looked_does_not_block_a_wait(monkeypatch: p
     assert calls == [(3.0, 7)]
 
 
-def test_a_step_is_shown_with_what_was_before_it() -> None:
+def test_watchers_of_steps_get_the_state_and_data_before_the_step() -> None:
     worker, seen = Worker(), []
     worker.driver.watch_steps(lambda *step: seen.append(step))
     state, data = worker.driver.machine.state, worker.driver.data
@@ -614,7 +614,7 @@ class Opening(Scripted, CarriesDevices):
         self.calls += 1
 
 
-def test_links_learn_that_the_model_is_on_a_device_whichever_comes_first() -> None:
+def test_links_added_earlier_or_later_learn_that_the_model_is_on_a_device() -> None:
     driver, links = ReceiverDriver("policy"), [Opening(), Opening()]
     driver.add_link(links[0])
     driver.devices = b""
@@ -626,7 +626,7 @@ def test_links_learn_that_the_model_is_on_a_device_whichever_comes_first() -> No
 
 
 @pytest.mark.parametrize(("kind", "opens"), [(Scripted, False), (Opening, False), (Opening, True)])
-def test_a_hello_names_the_models_devices_where_the_link_can_open_their_slots(
+def test_a_hello_names_the_models_devices_only_if_the_link_can_open_their_slots(
     kind: type[Scripted], opens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Opening, "opens", opens)
@@ -641,7 +641,7 @@ def test_a_hello_names_the_models_devices_where_the_link_can_open_their_slots(
     driver.close()
 
 
-def test_a_payload_is_read_where_it_lies_and_copied_from_a_device_as_far_as_its_layout_goes() -> None:
+def test_a_host_payload_is_not_copied_and_a_device_payload_is_copied_to_its_layouts_size() -> None:
     class OnDevice:
         def read(self, view: memoryview) -> None:
             view[:] = bytes(range(view.nbytes))

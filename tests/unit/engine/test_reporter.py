@@ -72,7 +72,7 @@ def reason_of(made: Reported, worker: int) -> list[str]:
 # --------------------------------------------------------------------------------------------------- what is known
 
 
-def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(clock: FakeClock) -> None:
+def test_the_report_of_an_outstanding_update_has_answered_and_owing_workers(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(pack_s=2.0)
     clock.advance(3.0)
@@ -106,7 +106,7 @@ def test_an_outstanding_update_reports_those_who_answered_and_those_who_owe(cloc
     assert report.nbytes == packed().nbytes
 
 
-def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(clock: FakeClock) -> None:
+def test_lost_removed_and_untargeted_workers_do_not_count_in_connect_s(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted(), Scripted())
     made.sends(targets=(0, 1))
     made.fleet.receives(0, hello())
@@ -121,7 +121,7 @@ def test_workers_that_are_lost_or_gone_or_of_no_concern_delay_no_connecting(cloc
     assert made.reporter.so_far(OutcomeKind.PENDING).connect_s == 0.0
 
 
-def test_a_worker_that_comes_back_during_its_update_delays_no_connecting(clock: FakeClock) -> None:
+def test_a_worker_that_comes_back_during_its_update_does_not_count_in_connect_s(clock: FakeClock) -> None:
     made = Reported(Scripted(), Scripted(), Scripted())
     for worker in (0, 1, 2):
         made.fleet.receives(worker, hello())
@@ -140,7 +140,7 @@ def test_a_worker_that_comes_back_during_its_update_delays_no_connecting(clock: 
     assert (report.connect_s, report.transfer_s) == (0.0, 6.0)
 
 
-def test_the_size_is_reported_though_the_version_is_due_to_nobody_any_more() -> None:
+def test_the_size_is_reported_although_the_only_target_was_removed() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
     made.driver.remove(0, "not needed")
@@ -149,7 +149,7 @@ def test_the_size_is_reported_though_the_version_is_due_to_nobody_any_more() -> 
     assert made.driver.packed(1) is None
 
 
-def test_a_caller_between_a_dispatch_and_its_note_gets_no_times(clock: FakeClock) -> None:
+def test_a_report_between_the_dispatch_and_its_recording_has_no_times(clock: FakeClock) -> None:
     made = Reported(Scripted())
     made.driver.dispatch(pure.SendAsync(None), packed())
     report = made.reporter.so_far(OutcomeKind.PENDING)
@@ -158,14 +158,14 @@ def test_a_caller_between_a_dispatch_and_its_note_gets_no_times(clock: FakeClock
     assert report.wire_dtype is None
 
 
-def test_nothing_outstanding_is_reported_as_nothing() -> None:
+def test_without_an_outstanding_update_the_report_is_empty() -> None:
     made = Reported(Scripted())
     empty = SyncReport(model_id="policy", version=None, incarnation=EPOCH, outcomes={})
 
     assert made.reporter.so_far(OutcomeKind.PENDING) == made.reporter.empty() == empty
 
 
-def test_whoever_left_or_did_not_catch_up_is_reported_in_the_next_report() -> None:
+def test_workers_that_left_or_did_not_catch_up_are_in_the_next_report() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
     made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
@@ -189,7 +189,7 @@ def test_whoever_left_or_did_not_catch_up_is_reported_in_the_next_report() -> No
     assert report.connect_s == 0.0
 
 
-def test_whoever_left_or_did_not_catch_up_before_an_update_was_superseded_is_in_the_next_reports() -> None:
+def test_reports_after_a_superseded_update_have_workers_that_left_or_did_not_catch_up() -> None:
     made = Reported(Scripted(), Scripted())
     made.fleet.sends()
     for worker in (0, 1):
@@ -223,7 +223,7 @@ def test_whoever_left_or_did_not_catch_up_before_an_update_was_superseded_is_in_
 # ------------------------------------------------------------------------------------------------- what is owed
 
 
-def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> None:
+def test_a_timed_out_outcome_says_everything_known_of_the_worker(clock: FakeClock) -> None:
     made = Reported(Scripted(), Telling())
     made.sends()
     assert reason_of(made, 0) == [
@@ -259,7 +259,7 @@ def test_time_was_up_says_all_that_is_known_of_the_worker(clock: FakeClock) -> N
 # --------------------------------------------------------------------------------------- updates before this one
 
 
-def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_worker_was_sent_another() -> None:
+def test_superseded_versions_are_reported_until_a_later_update_to_their_worker_concludes() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
     made.fleet.receives(1, ack(1))
@@ -280,7 +280,7 @@ def test_versions_given_up_in_favour_of_later_ones_are_reported_until_their_work
     assert made.reporter._superseded == {}
 
 
-def test_a_worker_that_answers_for_no_version_in_time_does_not_make_reports_ever_longer() -> None:
+def test_the_number_of_superseded_versions_in_a_report_is_bounded() -> None:
     made = Reported(Scripted())
     for version in range(1, MOST_SUPERSEDED + 4):
         made.sends()
@@ -291,7 +291,7 @@ def test_a_worker_that_answers_for_no_version_in_time_does_not_make_reports_ever
 
 
 @pytest.mark.parametrize("how", ["removed", "goodbye"])
-def test_a_worker_that_is_added_again_has_skipped_no_version_of_its_former_life(how: str) -> None:
+def test_a_worker_that_is_added_again_has_no_superseded_versions_from_before(how: str) -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
     made.gives_up(1)
@@ -305,7 +305,7 @@ def test_a_worker_that_is_added_again_has_skipped_no_version_of_its_former_life(
     assert made.reporter.so_far(OutcomeKind.PENDING).superseded == {0: (1,)}
 
 
-def test_a_report_is_part_of_the_next_one_until_a_caller_has_got_it() -> None:
+def test_a_report_is_the_previous_of_the_next_reports_until_one_is_delivered() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
     made.driver.take(pure.Abandon())
@@ -320,7 +320,7 @@ def test_a_report_is_part_of_the_next_one_until_a_caller_has_got_it() -> None:
     assert made.reporter.empty().previous is None
 
 
-def test_a_failure_that_no_caller_has_got_outlives_an_update_given_up_after_it() -> None:
+def test_an_undelivered_failure_is_reported_after_a_later_update_was_superseded() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
     made.driver.take(pure.Abandon())
@@ -358,7 +358,7 @@ def test_a_refusal_of_an_update_that_is_then_superseded_is_logged_once(caplog: p
     assert caplog.messages == [logged], "a caller was told, or the next report says it again"
 
 
-def test_a_worker_that_left_or_was_removed_is_no_failure_to_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_left_or_were_removed_are_not_logged_as_failures(caplog: pytest.LogCaptureFixture) -> None:
     made = Reported(Scripted(), Scripted())
     made.driver.goodbye_level = 0
     made.sends()
@@ -371,7 +371,7 @@ def test_a_worker_that_left_or_was_removed_is_no_failure_to_log(caplog: pytest.L
     assert caplog.messages == []
 
 
-def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_name_that() -> None:
+def test_a_lost_workers_traceback_is_in_one_delivered_report_and_later_ones_refer_to_it() -> None:
     made = Reported(Scripted(), Scripted())
 
     def sent(report: SyncReport) -> tuple[str, str]:
@@ -412,7 +412,7 @@ def test_a_lost_workers_traceback_is_in_the_text_of_one_report_and_later_ones_na
 
 
 @pytest.mark.parametrize("targets", [None, (1,)])
-def test_an_update_that_was_not_sent_for_want_of_time_says_whom_the_one_before_awaits(
+def test_an_update_not_sent_in_time_names_the_workers_that_the_previous_one_awaits(
     targets: tuple[int, ...] | None,
 ) -> None:
     made = Reported(Scripted(), Scripted())
@@ -425,7 +425,7 @@ def test_an_update_that_was_not_sent_for_want_of_time_says_whom_the_one_before_a
     assert made.reporter.not_sent(before, targets) == replace(before, version=None, outcomes=outcomes, previous=before)
 
 
-def test_a_send_that_no_target_can_take_says_why_of_each() -> None:
+def test_a_send_without_live_targets_reports_the_reason_of_each() -> None:
     made = Reported(Scripted(), Scripted())
     made.fleet.links[0].raises["receive"] = TransportError("cut")
     made.fleet.receives(1, refusal(0))
@@ -439,7 +439,7 @@ def test_a_send_that_no_target_can_take_says_why_of_each() -> None:
     assert made.recorded == [lost.report, refused.report]
 
 
-def test_only_lost_workers_with_a_traceback_in_the_report_of_another_version_are_named_as_reported_before() -> None:
+def test_only_lost_workers_whose_traceback_is_in_an_earlier_report_are_in_reported_before() -> None:
     made = Reported(Scripted(), Scripted(), Scripted())
     made.sends()
     made.fleet.links[0].raises["receive"] = TransportError("cut")
@@ -467,7 +467,7 @@ def _failed(fleet: Fleet, worker: int) -> None:
     fleet.receives(worker, replace(refusal(0, RefusalKind.FAILED), remote_traceback="in step"))
 
 
-def test_reports_name_all_earlier_reports_that_have_a_traceback_also_after_an_update_was_given_up() -> None:
+def test_reports_refer_to_all_earlier_tracebacks_even_after_a_superseded_update() -> None:
     made = Reported(Scripted(), Scripted(), Scripted())
     for version, failing in ((1, 1), (2, 2)):
         made.sends()
@@ -486,7 +486,7 @@ def test_reports_name_all_earlier_reports_that_have_a_traceback_also_after_an_up
 
 
 @pytest.mark.parametrize(("owing", "before"), [(OutcomeKind.PENDING, {}), (TIMED_OUT, {1: 1})])
-def test_the_report_of_an_update_that_was_only_begun_is_no_report_of_a_traceback(
+def test_a_pending_report_does_not_count_as_having_reported_a_traceback(
     owing: OutcomeKind, before: dict[int, int]
 ) -> None:
     made = Reported(Scripted(), Scripted())
@@ -501,7 +501,7 @@ def test_the_report_of_an_update_that_was_only_begun_is_no_report_of_a_traceback
     assert made.reporter.so_far(TIMED_OUT).reported_before == before
 
 
-def test_a_send_without_targets_names_the_report_that_has_a_traceback_whatever_its_version() -> None:
+def test_a_send_without_live_targets_refers_to_the_report_that_has_the_traceback() -> None:
     made = Reported(Scripted(), Scripted())
     lost = {1: "boom"}
     made.sends(targets=(0,))
@@ -519,7 +519,7 @@ def test_a_send_without_targets_names_the_report_that_has_a_traceback_whatever_i
     assert made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report.reported_before == {1: 1}
 
 
-def test_whoever_only_left_is_in_the_next_reports_too() -> None:
+def test_workers_that_left_during_a_superseded_update_are_in_the_next_reports() -> None:
     made = Reported(Scripted(), Scripted())
     made.sends(targets=(0,))
     made.fleet.receives(1, Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
@@ -532,7 +532,7 @@ def test_whoever_only_left_is_in_the_next_reports_too() -> None:
     assert made.reporter.concluded(2).left == {1: "enough"}
 
 
-def test_what_two_reports_that_no_caller_gets_say_is_all_in_the_next_one() -> None:
+def test_the_contents_of_two_undelivered_reports_are_in_the_next_one() -> None:
     made = Reported(Scripted())
     refused = Outcome(kind=OutcomeKind.REFUSED, reason="no")
     for worker in (1, 2):
@@ -543,7 +543,7 @@ def test_what_two_reports_that_no_caller_gets_say_is_all_in_the_next_one() -> No
     assert (dict(report.left), dict(report.not_caught_up)) == ({1: "enough", 2: "enough"}, {3: refused, 4: refused})
 
 
-def test_what_is_logged_of_a_superseded_update_is_not_said_of_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_superseded_update_does_not_mention_the_update_before_it(caplog: pytest.LogCaptureFixture) -> None:
     made = Reported(Scripted(), Scripted())
     made.sends()
     made.fleet.receives(0, refusal(1))

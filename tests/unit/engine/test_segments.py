@@ -20,7 +20,7 @@ from weightsync.transports.memory_limit import require_memory
 LARGE = 128 * 1024
 
 
-def test_a_segment_that_was_forgotten_has_no_memory_and_closes_nothing_again() -> None:
+def test_a_forgotten_segment_has_no_memory_and_never_closes_its_descriptor_again() -> None:
     segment = Segment(LARGE)
     number = segment.fd
     assert os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:weightsync ")
@@ -39,7 +39,7 @@ def test_a_segment_that_was_forgotten_has_no_memory_and_closes_nothing_again() -
     os.close(other)
 
 
-def test_a_segment_that_was_never_made_closes_nothing() -> None:
+def test_a_segment_that_could_not_be_allocated_closes_no_descriptor() -> None:
     with pytest.raises(
         TransportError, match=r"^No shared memory for \d+ bytes: only \d+ kB are available\. Free memory"
     ):
@@ -50,12 +50,12 @@ def test_a_segment_that_was_never_made_closes_nothing() -> None:
         os.fstat(number)
 
 
-def test_a_segment_without_a_descriptor_names_the_limit() -> None:
+def test_a_segment_without_a_free_descriptor_raises_with_the_ulimit_command() -> None:
     with descriptors_left(0), pytest.raises(TransportError, match=r"Too many open files\. Run `ulimit -n 4096`"):
         Segment(LARGE)
 
 
-def test_memory_that_is_larger_than_a_file_may_be_names_the_limit() -> None:
+def test_a_segment_above_the_file_size_limit_raises_with_the_ulimit_command() -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, limits[1]))
     try:
@@ -75,7 +75,7 @@ def machine(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("lines", ["MemTotal: 1 kB\nMemAvailable:   100 kB\nMemFree: 1 kB\n", "MemAvailable: 100 kB\n"])
-def test_memory_that_the_machine_has_not_is_refused_to_the_byte(tmp_path: Path, lines: str) -> None:
+def test_memory_beyond_what_the_machine_has_available_is_refused_to_the_byte(tmp_path: Path, lines: str) -> None:
     seen = machine(tmp_path, {"proc/meminfo": lines, "proc/self/cgroup": ""})
     require_memory(102_400, *seen)
     with pytest.raises(OSError, match=r"^\[Errno 0\] only 100 kB are available"):
@@ -109,7 +109,7 @@ def test_memory_beyond_the_limit_of_a_container_is_refused_to_the_byte(tmp_path:
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/../../elsewhere\n", "4:memory:/docker/1\n", ""])
-def test_without_a_limit_that_can_be_seen_memory_is_tried(tmp_path: Path, own: str) -> None:
+def test_any_amount_of_memory_is_accepted_without_a_visible_limit(tmp_path: Path, own: str) -> None:
     seen = machine(tmp_path, {"proc/self/cgroup": own} if own else {})
 
     require_memory(2**62, *seen)
@@ -125,19 +125,19 @@ def test_a_segment_beyond_the_limit_of_a_container_is_a_transport_error(monkeypa
         Segment(LARGE)
 
 
-def test_what_is_cheaper_to_write_lies_in_no_segment() -> None:
+def test_buffers_below_the_inline_limit_or_on_the_heap_have_no_segment() -> None:
     assert Buffer(INLINE_BELOW_NBYTES - 1, Storage.SEGMENTS).segment is None
     assert Buffer(INLINE_BELOW_NBYTES, Storage.SEGMENTS).segment is not None
     assert Buffer(INLINE_BELOW_NBYTES, Storage.HEAP).segment is None
     assert Pool().acquire(INLINE_BELOW_NBYTES).segment is not None
 
 
-def test_memory_of_ones_own_that_is_not_there_is_a_transport_error() -> None:
+def test_anonymous_memory_that_cannot_be_allocated_raises_transport_error() -> None:
     with pytest.raises(TransportError, match=r"^No memory for a payload of \d+ bytes: "):
         anonymous(2**62)
 
 
-def test_a_childs_writes_into_its_copy_of_a_heap_buffer_stay_its_own() -> None:
+def test_a_forked_childs_writes_into_a_heap_buffer_do_not_reach_the_parent() -> None:
     heap = anonymous(1)
     child = os.fork()
     if child == 0:
@@ -148,7 +148,7 @@ def test_a_childs_writes_into_its_copy_of_a_heap_buffer_stay_its_own() -> None:
     assert heap[:1] == b"\0"
 
 
-class Registers:
+class RecordingPinner:
     """A function that pins memory for copies from a device, or returns None if it cannot."""
 
     def __init__(self, pins: bool) -> None:
@@ -161,8 +161,8 @@ class Registers:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_memory_is_pinned_once_whether_that_succeeds_or_not(pins: bool) -> None:
-    segment, written, read = Segment(LARGE), Registers(pins), Registers(pins)
+def test_pinning_is_tried_once_whether_it_succeeds_or_not(pins: bool) -> None:
+    segment, written, read = Segment(LARGE), RecordingPinner(pins), RecordingPinner(pins)
     mapping = Mapping(segment.fd, pinnable=True)
     for _ in range(2):
         segment.pin(written)
@@ -172,8 +172,8 @@ def test_memory_is_pinned_once_whether_that_succeeds_or_not(pins: bool) -> None:
     assert (written.asked, read.asked) == ([(LARGE + 16, False)], [(LARGE + 16, True)])
 
 
-def test_memory_that_is_not_mapped_for_it_is_not_pinned() -> None:
-    segment, read = Segment(LARGE), Registers(True)
+def test_a_mapping_that_is_not_pinnable_is_not_pinned() -> None:
+    segment, read = Segment(LARGE), RecordingPinner(True)
     mapping = Mapping(segment.fd)
 
     assert (mapping.pinnable, mapping.pinned(8, read), read.asked) == (False, None, [])

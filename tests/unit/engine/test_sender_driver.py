@@ -30,7 +30,7 @@ def bye(incarnation: int) -> Bye:
 # ------------------------------------------------------------------------------------------------ what it sends
 
 
-def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
+def test_a_senders_hello_names_its_process_and_its_latest_version_and_layout() -> None:
     driver, first, second = SenderDriver("policy"), Scripted(), Scripted()
     driver.join(4, first)
     driver.take(pure.Connect(EPOCH))
@@ -50,7 +50,7 @@ def test_its_hello_tells_who_it_is_and_what_it_owes() -> None:
     assert second.payloads == [None, sent.buffer]
 
 
-def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> None:
+def test_an_update_carries_all_packed_fields_and_its_layout_once_per_link() -> None:
     fleet = both()
     first, other = fleet.links
     sent = packed()
@@ -85,7 +85,7 @@ def test_an_update_tells_all_that_was_packed_and_its_layout_once_a_link() -> Non
 
 
 @pytest.mark.parametrize("delivery", [Delivery.REORDERED, Delivery.AT_LEAST_ONCE, Delivery.BEST_EFFORT])
-def test_where_updates_may_overtake_one_another_each_tells_its_layout(delivery: Delivery) -> None:
+def test_every_update_carries_its_layout_over_links_without_ordered_delivery(delivery: Delivery) -> None:
     fleet = Fleet(Scripted(delivery))
     for version in (1, 2):
         fleet.sends()
@@ -94,7 +94,7 @@ def test_where_updates_may_overtake_one_another_each_tells_its_layout(delivery: 
     assert [message.layout for message in fleet.links[0].said if isinstance(message, Update)] == [LAYOUT.encode()] * 2
 
 
-def test_only_where_answers_may_be_lost_a_link_runs_ahead_without_end() -> None:
+def test_only_links_that_may_lose_answers_send_any_number_of_unanswered_updates() -> None:
     fleet = Fleet(Scripted(), Scripted(Delivery.BEST_EFFORT))
     fleet.gives_up(4)
 
@@ -103,7 +103,7 @@ def test_only_where_answers_may_be_lost_a_link_runs_ahead_without_end() -> None:
     assert versions(fleet.links[0]) == [1, 2, 4]
 
 
-def test_an_answer_to_an_earlier_sender_frees_nothing() -> None:
+def test_an_answer_to_an_earlier_sender_releases_no_waiting_update() -> None:
     fleet = plain()
     fleet.gives_up(3)
     fleet.receives(0, ack(1, incarnation=EPOCH - 1))
@@ -112,7 +112,7 @@ def test_an_answer_to_an_earlier_sender_frees_nothing() -> None:
 
 
 @pytest.mark.parametrize("ending", list(Ending))
-def test_its_goodbye_says_how_it_ended(ending: Ending) -> None:
+def test_a_senders_goodbye_says_how_it_ended(ending: Ending) -> None:
     fleet = both()
     if ending is Ending.FAILED:
         fleet.driver.fail("the bus is gone")
@@ -126,7 +126,7 @@ def test_its_goodbye_says_how_it_ended(ending: Ending) -> None:
     assert fleet.driver.waker.enter() is None
 
 
-def test_a_link_that_takes_no_goodbye_is_closed_all_the_same() -> None:
+def test_a_link_that_fails_to_send_the_goodbye_is_still_closed() -> None:
     fleet = both()
     fleet.links[0].raises["send"] = ZeroDivisionError()
     fleet.driver.close()
@@ -137,7 +137,7 @@ def test_a_link_that_takes_no_goodbye_is_closed_all_the_same() -> None:
 # ------------------------------------------------------------------------------- which messages it accepts
 
 
-def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
+def test_an_ack_with_another_digest_than_was_sent_ends_its_link() -> None:
     fleet = plain()
     fleet.sends()
     fleet.receives(0, ack(1, b"\2" * 16))
@@ -149,7 +149,7 @@ def test_an_answer_names_the_digest_of_what_was_sent_or_ends_its_link() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", DIGEST], ids=["unverified", "of another sender"])
-def test_a_digest_is_compared_only_where_one_was_sent_by_us(sent: bytes) -> None:
+def test_the_digest_of_an_ack_is_compared_only_if_this_sender_sent_one(sent: bytes) -> None:
     fleet = plain()
     fleet.sends(packed(digest=sent))
     fleet.receives(0, ack(1, b"\2" * 16, EPOCH if not sent else EPOCH - 1))
@@ -158,7 +158,7 @@ def test_a_digest_is_compared_only_where_one_was_sent_by_us(sent: bytes) -> None
 
 
 @pytest.mark.parametrize("verify", [Verify.DIGEST, Verify.AUTO])
-def test_an_answer_over_a_link_that_was_sent_nothing_names_the_same_digest(verify: Verify) -> None:
+def test_an_ack_over_a_link_that_was_sent_nothing_must_name_the_same_digest(verify: Verify) -> None:
     fleet, sent = both(), packed()
     sent.verify = verify
     fleet.sends(sent, targets=(0,))
@@ -180,7 +180,7 @@ def in_a_segment(verify: Verify) -> Packed:
     return Packed(LAYOUT, buffer, b"extras", b"", WeightsForm.NESTED, verify)
 
 
-def test_who_maps_a_version_names_its_seal_and_who_gets_its_bytes_their_digest() -> None:
+def test_workers_that_map_a_version_ack_its_seal_and_the_others_its_digest() -> None:
     fleet, sent = Fleet(Sharing(), Sharing(), Scripted()), in_a_segment(Verify.AUTO)
     assert not fleet.driver.all_share(sent.buffer, LAYOUT.nbytes)
     assert Fleet(Sharing()).driver.all_share(sent.buffer, LAYOUT.nbytes)
@@ -206,7 +206,7 @@ class Exhausted(Sharing):
 @pytest.mark.parametrize(
     ("error", "reason"), [(TransportError("no room"), "no room"), (MemoryError(), "MemoryError()")]
 )
-def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_to(
+def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_other_workers_get_theirs(
     error: Exception, reason: str
 ) -> None:
     """Regression: the send could neither be waited for nor abandoned, and each further send was refused."""
@@ -221,7 +221,7 @@ def test_g10_a_link_that_cannot_make_its_update_is_lost_and_the_others_are_sent_
 
 
 @pytest.mark.parametrize("named", ["seal", "digest", "neither"])
-def test_a_worker_with_a_new_link_names_what_it_was_sent_over_either(named: str) -> None:
+def test_a_worker_with_a_new_link_may_ack_what_it_was_sent_over_either_link(named: str) -> None:
     """The worker serves the version already: its first link shared the memory, the new one carries the bytes."""
     fleet, again, sent = Fleet(Sharing()), Scripted(), in_a_segment(Verify.AUTO)
     fleet.sends(sent)
@@ -251,7 +251,7 @@ def test_an_answer_that_names_another_seal_ends_its_link(verify: Verify) -> None
 
 
 @pytest.mark.parametrize("last", [bye, refusal], ids=["a goodbye", "a refusal"])
-def test_a_last_word_before_the_handshake_is_the_loss_of_its_worker_and_after_it_is_stale(last: Any) -> None:
+def test_a_last_message_without_incarnation_loses_the_worker_only_before_the_handshake(last: Any) -> None:
     fleet = both()
     fleet.receives(1, hello())
     for worker in (0, 1):
@@ -262,7 +262,7 @@ def test_a_last_word_before_the_handshake_is_the_loss_of_its_worker_and_after_it
     assert fleet.driver.data.stale == 2
 
 
-def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
+def test_handshakes_carry_only_a_layout_that_a_worker_has_acked() -> None:
     fleet = both()
     fleet.sends()
     assert fleet.driver.layout is None
@@ -274,7 +274,7 @@ def test_the_layout_that_handshakes_tell_is_one_that_somebody_took() -> None:
     assert fleet.driver.layout is LAYOUT
 
 
-def test_the_layout_that_handshakes_tell_is_of_no_version_of_a_former_model() -> None:
+def test_handshakes_carry_no_layout_of_a_former_model() -> None:
     fleet = both()
     fleet.sends()
     fleet.driver.last_of_former_model = 1
@@ -287,7 +287,7 @@ def test_the_layout_that_handshakes_tell_is_of_no_version_of_a_former_model() ->
     assert fleet.driver.layout is LAYOUT
 
 
-def test_a_worker_that_sends_an_update_loses_its_link_alone() -> None:
+def test_a_worker_that_sends_an_update_loses_only_its_own_link() -> None:
     fleet = both()
     fleet.receives(1, Update(model_id="policy", incarnation=EPOCH, version=1, layout_digest=b""))
 
@@ -316,7 +316,7 @@ def test_a_goodbye_removes_its_worker_and_is_logged_as_a_warning(caplog: pytest.
     assert "'policy': worker 1 said goodbye and left: enough" in caplog.text
 
 
-def test_what_follows_the_end_of_a_link_is_not_heard() -> None:
+def test_messages_after_the_end_of_a_link_are_ignored() -> None:
     fleet = both()
     fleet.sends()
     fleet.receives(0, Bye(model_id="policy", incarnation=EPOCH), ack(1))
@@ -327,7 +327,7 @@ def test_what_follows_the_end_of_a_link_is_not_heard() -> None:
     assert (fleet.link_state(1), fleet.driver.data.stale) == (pure.LinkState.REFUSED, 0)
 
 
-def test_a_link_that_cannot_be_written_to_says_its_last_word_first() -> None:
+def test_a_link_that_cannot_be_written_is_read_before_it_is_lost() -> None:
     fleet = both()
     fleet.sends()
     fleet.links[0].receives(ack(1))
@@ -342,7 +342,7 @@ def test_a_link_that_cannot_be_written_to_says_its_last_word_first() -> None:
 
 
 @pytest.mark.parametrize(("error", "reason"), [(TransportError("cut"), "cut"), (MemoryError(), "MemoryError()")])
-def test_a_link_that_takes_no_update_is_lost_with_the_reason_and_the_others_are_sent_to(
+def test_a_link_that_fails_to_send_an_update_is_lost_and_the_other_workers_get_theirs(
     error: Exception, reason: str
 ) -> None:
     fleet = both()
@@ -355,7 +355,7 @@ def test_a_link_that_takes_no_update_is_lost_with_the_reason_and_the_others_are_
     assert fleet.driver.data.outstanding.owed == {1: 2}
 
 
-def test_a_link_that_does_not_take_what_waited_for_an_answer_is_lost() -> None:
+def test_a_link_that_fails_to_send_the_waiting_update_is_lost() -> None:
     fleet = plain()
     fleet.gives_up(3)
     fleet.links[0].raises["send"] = TransportError("cut")
@@ -365,7 +365,7 @@ def test_a_link_that_does_not_take_what_waited_for_an_answer_is_lost() -> None:
 
 
 @pytest.mark.parametrize(("sent", "taken"), [(0, 0), (1, 0), (1, 1)])
-def test_a_link_that_does_not_take_what_a_joiner_is_owed_is_lost(sent: int, taken: int) -> None:
+def test_a_joiners_link_that_fails_to_send_its_hello_or_update_is_lost(sent: int, taken: int) -> None:
     fleet, late = plain(), Scripted()
     fleet.gives_up(sent)
     late.takes_at_most, late.raises["send"] = taken, TransportError("cut")
@@ -391,7 +391,7 @@ def test_a_link_that_cannot_be_read_is_lost_with_the_reason(error: Exception, re
     assert fleet.link_state(0) is pure.LinkState.EXPECTED
 
 
-def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_handled_ends_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = both()
     verify = fleet.driver._verify
     monkeypatch.setattr(
@@ -414,7 +414,7 @@ def test_what_cannot_be_handled_is_its_links_failure(monkeypatch: pytest.MonkeyP
     assert [link.closed for link in fleet.links] == [1, 1]
 
 
-def test_a_link_that_cannot_be_waited_for_is_given_up_alone() -> None:
+def test_a_link_that_cannot_be_waited_for_is_lost_and_no_other() -> None:
     fleet = both()
     fleet.driver._lose_link(fleet.links[1], "stuck")
 
@@ -425,7 +425,7 @@ def test_a_link_that_cannot_be_waited_for_is_given_up_alone() -> None:
 # ------------------------------------------------------------------------------------------------ what it keeps
 
 
-def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
+def test_a_version_is_kept_while_it_is_the_latest_sent_to_any_worker() -> None:
     fleet = both()
     first = fleet.sends(targets=(0,))
     assert fleet.driver.packed(1) is first
@@ -447,7 +447,7 @@ def test_a_version_is_kept_while_it_is_due_to_anybody() -> None:
     assert not third.buffer.pinned
 
 
-def test_a_version_that_was_given_up_by_name_is_kept_no_longer_than_it_is_outstanding() -> None:
+def test_a_version_whose_only_target_is_removed_is_released_when_it_is_concluded() -> None:
     fleet = both()
     sent = fleet.sends(targets=(0,))
     fleet.driver.remove(0, "not needed")
@@ -456,7 +456,7 @@ def test_a_version_that_was_given_up_by_name_is_kept_no_longer_than_it_is_outsta
     assert (fleet.driver.packed(1), sent.buffer.pinned) == (None, False)
 
 
-def test_a_version_that_is_due_to_nobody_is_kept_until_it_was_waited_for() -> None:
+def test_an_async_version_whose_only_target_is_removed_is_kept_until_it_is_waited_for() -> None:
     fleet, sent = both(), packed()
     fleet.driver.dispatch(pure.SendAsync((0,)), sent)
     fleet.driver.remove(0, "not needed")
@@ -482,7 +482,7 @@ def test_a_send_that_is_interrupted_after_its_step_keeps_its_version() -> None:
     assert (fleet.driver.data.version, fleet.driver.packed(1), sent.buffer.pinned) == (1, sent, True)
 
 
-def test_an_update_that_is_concluded_wakes_whoever_waits() -> None:
+def test_a_concluded_update_wakes_waiting_threads() -> None:
     fleet = plain()
     fleet.sends()
     before = fleet.driver.waker.fired
@@ -492,7 +492,7 @@ def test_an_update_that_is_concluded_wakes_whoever_waits() -> None:
     assert list(fleet.driver.concluded) == [1]
 
 
-def test_nothing_is_read_before_the_links_are_created_nor_after_it_is_closed() -> None:
+def test_links_are_not_read_before_connect_or_after_close() -> None:
     driver, link = SenderDriver("policy"), Scripted()
     driver.join(0, link)
     link.receives(hello())

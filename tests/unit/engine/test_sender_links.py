@@ -79,7 +79,7 @@ class Ringing(Scripted):
         return [self.bell.fd]
 
 
-def test_a_look_pumps_the_links_that_have_something_and_after_processes_that_are_awaited() -> None:
+def test_look_pumps_the_readable_links_and_checks_awaited_processes() -> None:
     quiet, rings, process = Ringing(), Ringing(), Process()
     fleet = Fleet(quiet, rings)
     fleet.driver.look()
@@ -96,7 +96,7 @@ def test_a_look_pumps_the_links_that_have_something_and_after_processes_that_are
     assert (late.watched, quiet.flushed) == ([(77, 88)], 0)
 
 
-def test_a_caller_that_waits_already_waits_for_a_link_that_another_thread_adds() -> None:
+def test_adding_a_link_in_another_thread_wakes_a_waiting_caller() -> None:
     fleet, added = Fleet(Ringing()), Ringing()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fleet.driver.wait, PATIENCE, fleet.driver.waker.fired)
@@ -107,7 +107,7 @@ def test_a_caller_that_waits_already_waits_for_a_link_that_another_thread_adds()
         assert waiting.result(PATIENCE / 2) == []
 
 
-def test_a_process_whose_object_was_closed_before_it_could_be_watched_is_its_workers_loss() -> None:
+def test_a_worker_whose_process_object_was_closed_before_it_was_watched_is_lost() -> None:
     process = multiprocessing.get_context("fork").Process(target=int)
     process.start()
     process.join()
@@ -119,7 +119,7 @@ def test_a_process_whose_object_was_closed_before_it_could_be_watched_is_its_wor
     assert fleet.reason(1) == "its process has ended, and its Process object is closed"
 
 
-def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> None:
+def test_a_worker_whose_process_has_ended_or_cannot_be_watched_is_lost() -> None:
     fleet, blind, dead = plain(), Process(), Process()
     blind.known, dead.known, dead.over = (77, 88), (78, 89), "it has ended"
     links = Scripted(), Scripted()
@@ -135,7 +135,7 @@ def test_a_process_that_cannot_be_watched_or_has_ended_is_its_workers_loss() -> 
     assert links[1].watched == []
 
 
-def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
+def test_the_driver_keeps_nothing_of_replaced_or_removed_links() -> None:
     fleet = plain()
     fleet.driver.join(1, Scripted(), Process())
     fleet.sends()
@@ -155,7 +155,7 @@ def test_nothing_is_kept_of_a_link_that_was_replaced() -> None:
     assert (set(driver._links), set(driver.hearing.first)) == ({3, 4}, set())
 
 
-def test_a_link_is_replaced_before_any_link_is_laid() -> None:
+def test_a_link_can_be_replaced_before_connect() -> None:
     driver, first, second = SenderDriver("policy"), Scripted(), Scripted()
     driver.join(0, first)
     driver.join(0, second)
@@ -171,7 +171,7 @@ class Blocking(Scripted, BlockingLink):
     """A link over which messages leave only while a caller waits."""
 
 
-def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
+def test_what_a_worker_has_read_and_its_remark_are_asked_of_its_link() -> None:
     fleet = Fleet(Scripted(), Telling())
     assert [fleet.driver.has_read(worker) for worker in (0, 1)] == [False, False]
     for worker in (0, 1):
@@ -186,7 +186,7 @@ def test_what_a_link_knows_of_its_worker_is_asked_of_it() -> None:
     assert fleet.driver.remark(1) == ""
 
 
-def test_nothing_is_remarked_of_a_worker_that_another_thread_has_removed() -> None:
+def test_a_worker_that_another_thread_has_removed_has_no_remark() -> None:
     fleet = Fleet(Telling(), Telling())
     fleet.driver.remove(0, "not needed")
 
@@ -203,11 +203,11 @@ class Reaching(Scripted, CarriesDevices):
         """Do nothing."""
 
 
-def test_the_devices_that_workers_reach_are_told_link_by_link() -> None:
+def test_the_devices_that_workers_reach_are_listed_per_link() -> None:
     assert Fleet(Scripted(), Reaching()).driver.reached() == [frozenset(), Reaching.reached]
 
 
-def test_a_link_that_had_something_to_write_is_asked_again_what_to_wait_for() -> None:
+def test_a_flushed_link_is_asked_again_for_its_descriptors() -> None:
     fleet = plain()
     driver = fleet.driver
     driver.wait(0.0, driver.waker.fired)
@@ -252,7 +252,7 @@ def test_workers_that_need_a_waiting_caller_are_reported() -> None:
     assert fleet.driver.blocking(()) == []
 
 
-def test_links_are_listed_by_worker_in_the_order_of_their_numbers() -> None:
+def test_links_are_listed_by_worker_and_in_the_order_of_link_numbers() -> None:
     fleet, late = both(), Scripted()
     fleet.driver.join(0, late)
 
@@ -262,7 +262,7 @@ def test_links_are_listed_by_worker_in_the_order_of_their_numbers() -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "goodbye"])
-def test_a_worker_that_was_removed_or_left_is_told_nothing_more_and_what_was_known_of_it_is_forgotten(how: str) -> None:
+def test_a_worker_that_left_or_was_removed_is_forgotten_and_its_link_closed(how: str) -> None:
     fleet = both()
     fleet.driver.kept.append(kept := {0: "here", 1: "gone"})
     fleet.receives(1, hello())
@@ -277,12 +277,12 @@ def test_a_worker_that_was_removed_or_left_is_told_nothing_more_and_what_was_kno
     assert (list(fleet.driver.data.workers), fleet.links[1].closed) == ([0], 1)
 
 
-def test_a_worker_is_silent_since_its_last_message_and_a_link_connected_at_its_first() -> None:
+def test_silence_counts_from_the_last_message_and_a_link_connects_at_its_first() -> None:
     with FakeClock() as clock:
         hearing, since = Hearing(), Stopwatch()
         assert hearing.silent_for(1) is None
         clock.advance(2)
-        assert hearing.connected_after(5, since) == 2, "until now"
+        assert hearing.connected_after(5, since) == 2, "a link that has not connected counts until now"
         for _ in range(2):
             hearing.heard(1, 5)
             clock.advance(4)
@@ -292,7 +292,7 @@ def test_a_worker_is_silent_since_its_last_message_and_a_link_connected_at_its_f
 
         later = Stopwatch()
         clock.advance(1)
-        assert hearing.connected_after(5, later) == 0, "before it was asked"
+        assert hearing.connected_after(5, later) == 0, "the link connected before the stopwatch was started"
         for _ in range(2):
             hearing.closed(5)
             hearing.forget(1)

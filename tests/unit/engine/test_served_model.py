@@ -51,7 +51,7 @@ def test_g2_a_model_with_the_workers_own_changes_does_not_serve_the_version_that
     assert pair.receiver.version is None
 
 
-def crosswise(fill: float = 0.0) -> torch.nn.Module:
+def with_transposed_weight(fill: float = 0.0) -> torch.nn.Module:
     """A model with one weight whose dimensions lie in another order in memory."""
     model = large(fill)
     weight = model[0].weight
@@ -60,10 +60,10 @@ def crosswise(fill: float = 0.0) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("verify", ["digest", "layout"])
-def test_g2_a_model_that_holds_the_weights_of_the_version_serves_it_whatever_order_they_were_sent_in(
+def test_g2_a_copy_of_the_served_model_serves_the_version_in_any_memory_order(
     verify: str,
 ) -> None:
-    pair = Pair(partial(MultiProcessWeightSyncScheme, verify=verify), model=crosswise)
+    pair = Pair(partial(MultiProcessWeightSyncScheme, verify=verify), model=with_transposed_weight)
     pair.receiver.register_model(large())
     pair.sync(pair.source)
     pair.receiver.register_model(copy.deepcopy(pair.receiver.model))
@@ -74,7 +74,7 @@ def test_g2_a_model_that_holds_the_weights_of_the_version_serves_it_whatever_ord
     pair.close()
 
 
-def test_a_relay_takes_whatever_is_sent(pair: Pair) -> None:
+def test_a_relay_holds_the_tensors_as_they_were_sent_and_only_one_version(pair: Pair) -> None:
     relay = Relay()
     pair.receiver.register_model(relay)
     pair.sync(filled(pair.source, 2.0))
@@ -120,7 +120,7 @@ def test_g2_a_background_receive_reports_a_version_that_is_applied_again_after_a
     assert constants(model) == {1.0}
 
 
-def test_g2_a_worker_whose_model_is_replaced_before_it_passed_its_version_on_gets_that_again_over_a_new_link(
+def test_g2_a_model_replaced_before_its_version_was_passed_on_gets_the_version_again_on_rejoin(
     pair: Pair,
 ) -> None:
     passed_on: list[set[float]] = []
@@ -172,7 +172,7 @@ def test_a_version_that_a_forward_makes_live_while_the_reader_is_stopped_is_pass
 
 
 @pytest.mark.parametrize("before", [small(1.0), Loader(lambda weights, version: list(weights))])
-def test_g2_a_loader_that_takes_a_models_or_a_loaders_place_serves_nothing(pair: Pair, before: Any) -> None:
+def test_g2_a_loader_that_replaces_a_model_or_a_loader_serves_no_version(pair: Pair, before: Any) -> None:
     pair.receiver.register_model(before)
     pair.sync()
     loaded: list[int] = []
@@ -184,7 +184,7 @@ def test_g2_a_loader_that_takes_a_models_or_a_loaders_place_serves_nothing(pair:
 
 
 @pytest.mark.parametrize("error", [ConfigurationError, LayoutError])
-def test_g2_where_the_model_before_cannot_be_read_the_next_one_serves_nothing(
+def test_g2_a_model_that_replaces_an_unreadable_model_serves_no_version(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest(self: Target, layout: object) -> bytes:
@@ -219,7 +219,7 @@ def overwrite(weights: Iterator[tuple[str, torch.Tensor]], _: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_g2_a_model_that_follows_a_loader_serves_nothing_that_the_loader_wrote(scheme: Any) -> None:
+def test_g2_a_model_that_replaces_a_loader_serves_none_of_the_loaders_writes(scheme: Any) -> None:
     pair = Pair(scheme, model=large)
     pair.receiver.register_model(Loader(overwrite))
     for _ in range(4):
@@ -239,9 +239,7 @@ class Holder:
     policy: Any
 
 
-def test_threads_that_need_a_model_by_its_path_at_once_find_one_target(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_threads_get_the_same_target_of_a_model_by_path(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     holder, begun, goes_on = Holder(), threading.Event(), threading.Event()
     pair.receiver.set_context(holder)
     pair.receiver.register_model("policy")
@@ -297,7 +295,7 @@ class Guarding:
         self.guarded.append(model)
 
 
-def test_g3_a_background_reader_guards_whichever_model_is_served_now(pair: Pair) -> None:
+def test_g3_a_background_reader_guards_each_newly_served_model(pair: Pair) -> None:
     guarding, holder, first = Guarding(), Holder(), small(0.0)
     pair.receiver.set_background_reader(guarding)  # type: ignore[arg-type]
     pair.receiver.set_context(holder)
@@ -310,7 +308,7 @@ def test_g3_a_background_reader_guards_whichever_model_is_served_now(pair: Pair)
     pair.receiver.set_background_reader(None)
 
 
-def test_a_worker_without_a_model_says_so_before_it_reads_anything() -> None:
+def test_receive_without_a_registered_model_raises_before_anything_is_read() -> None:
     ours, theirs = multiprocessing.Pipe()
     with MultiProcessWeightSyncScheme() as worker, ours, theirs:
         receiver = worker.create_receiver()
@@ -320,7 +318,7 @@ def test_a_worker_without_a_model_says_so_before_it_reads_anything() -> None:
             receiver.receive()
 
 
-def test_the_frame_of_a_compiled_call_is_the_first_that_is_not_of_the_caller_s_module() -> None:
+def test_the_frame_of_a_compiled_call_is_the_first_outside_the_callers_module() -> None:
     elsewhere: dict[str, Any] = {}  # code without a module
     exec("import sys\ndef call(function): return function(), sys._getframe()", elsewhere)
 
@@ -332,7 +330,7 @@ def test_the_frame_of_a_compiled_call_is_the_first_that_is_not_of_the_caller_s_m
     assert found is called_from
 
 
-def test_threads_that_serve_without_a_pause_starve_no_receive(pair: Pair) -> None:
+def test_threads_that_serve_without_a_pause_do_not_starve_receive(pair: Pair) -> None:
     inside, ended = threading.Barrier(3), threading.Event()
 
     def serve() -> list[set[float]]:
@@ -360,7 +358,7 @@ def test_threads_that_serve_without_a_pause_starve_no_receive(pair: Pair) -> Non
     assert all(len(values) == 1 for each in serving for values in each.result())
 
 
-def test_a_long_serving_block_slows_down_the_forwards_of_other_threads_for_a_time_only(
+def test_a_long_serving_block_delays_forwards_of_other_threads_only_for_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits: list[float] = []
@@ -416,7 +414,7 @@ class Hooked(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("asked", ["apply_weights", "register_model"])
-def test_a_hook_does_not_change_the_model_that_a_version_is_being_applied_to(asked: str) -> None:
+def test_a_hook_that_applies_weights_or_registers_a_model_during_an_apply_is_refused(asked: str) -> None:
     pair = Pair(MultiProcessWeightSyncScheme, model=Hooked)
     assert pair.sync().ok
     pair.model.call = lambda: getattr(pair.receiver, asked)(Hooked(7.0))
@@ -433,7 +431,7 @@ def test_a_hook_does_not_change_the_model_that_a_version_is_being_applied_to(ask
     pair.close()
 
 
-def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_version(
+def test_a_serving_block_whose_exit_is_interrupted_holds_back_no_version(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leave(self: ServingLock, entry: object) -> None:
@@ -448,7 +446,7 @@ def test_a_serving_block_that_an_interrupt_leaves_without_its_end_holds_back_no_
     assert not pair.receiver.serves_here
 
 
-def test_a_forward_that_an_interrupt_ends_holds_back_no_version_that_waits_for_a_background_reader(
+def test_an_interrupted_forward_holds_back_no_version_of_a_background_reader(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch calls no forward hook after an interrupt, so no hook wakes the reader."""
@@ -468,7 +466,7 @@ def test_a_forward_that_an_interrupt_ends_holds_back_no_version_that_waits_for_a
     assert pair.sender.wait_async(timeout=PATIENCE / 2).ok
 
 
-def test_a_receiver_whose_close_was_interrupted_while_a_hook_runs_is_read_on_until_it_is_closed(
+def test_a_receiver_whose_close_was_interrupted_during_a_hook_keeps_receiving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: sends to such a receiver timed out without a reason."""
@@ -504,7 +502,7 @@ def test_a_receiver_whose_close_was_interrupted_while_a_hook_runs_is_read_on_unt
 
 
 @pytest.mark.parametrize("where", ["the same thread", "another thread"])
-def test_g3_a_serving_block_keeps_its_version_though_an_earlier_one_ends_before_it(pair: Pair, where: str) -> None:
+def test_g3_a_serving_block_keeps_its_version_although_an_earlier_block_ends_first(pair: Pair, where: str) -> None:
     """Serving blocks need not be nested: tasks of asyncio overlap, and another thread may end a generator."""
     pair.sync(filled(pair.source, 1.0))
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as first:
@@ -522,7 +520,7 @@ def test_g3_a_serving_block_keeps_its_version_though_an_earlier_one_ends_before_
     assert constants(pair.model) == {2.0}
 
 
-def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_is_closed(
+def test_a_receive_that_waits_for_a_serving_block_raises_when_the_receiver_is_closed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.engine.receiver.PATIENCE", 10 * PATIENCE)
@@ -540,9 +538,7 @@ def test_a_receive_that_waits_for_a_serving_block_to_end_still_notices_that_it_i
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_weights_that_wait_for_a_block_go_into_the_model_that_is_registered_meanwhile(
-    pair: Pair, by_hand: bool
-) -> None:
+def test_weights_that_wait_for_a_serving_block_go_into_the_newly_registered_model(pair: Pair, by_hand: bool) -> None:
     """Otherwise the receiver would claim that the new model serves a version which it does not hold."""
     pair.sender.send_async()
     taken = pair.receiver.take_update(PATIENCE)
@@ -560,7 +556,7 @@ def test_weights_that_wait_for_a_block_go_into_the_model_that_is_registered_mean
     assert pair.receiver.version == (None if by_hand else 1)
 
 
-def test_a_version_that_fits_only_the_model_that_another_thread_registers_as_it_is_read_is_applied(
+def test_a_version_that_fits_only_a_concurrently_registered_model_is_applied(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = pair.receiver._served

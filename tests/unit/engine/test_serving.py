@@ -22,10 +22,10 @@ from weightsync.testing.clock import FakeClock
 
 PATIENCE = 30.0
 #: Seconds of real time after which a call that has not returned counts as waiting.
-WHILE = 0.05
+STILL_WAITING_AFTER = 0.05
 
 
-class Beside:
+class SecondThread:
     """A second thread that makes the test's calls."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Beside:
 
 
 @pytest.fixture
-def beside() -> Iterator[Beside]:
-    made = Beside()
+def beside() -> Iterator[SecondThread]:
+    made = SecondThread()
     yield made
     made.end()
 
@@ -75,7 +75,9 @@ def free(lock: ServingLock) -> bool:
         return got
 
 
-def test_a_swap_waits_for_no_forward_unless_it_is_told_to(lock: ServingLock, beside: Beside) -> None:
+def test_a_swap_with_timeout_zero_fails_until_all_nested_forwards_have_ended(
+    lock: ServingLock, beside: SecondThread
+) -> None:
     beside.does(lock.enter)
     beside.does(lock.enter)
     assert (free(lock), lock.serves_here(), beside.does(lock.serves_here)) == (False, False, True)
@@ -93,7 +95,7 @@ def await_waiter(lock: ServingLock) -> None:
         time.sleep(0.001)
 
 
-def test_a_swap_that_may_wait_goes_on_when_the_last_forward_ends(lock: ServingLock, beside: Beside) -> None:
+def test_a_waiting_swap_proceeds_when_the_last_forward_ends(lock: ServingLock, beside: SecondThread) -> None:
     def swap() -> bool:
         with swapping(lock, PATIENCE) as got:
             return got
@@ -101,12 +103,12 @@ def test_a_swap_that_may_wait_goes_on_when_the_last_forward_ends(lock: ServingLo
     lock.enter()
     waiting = beside.begin(swap)
     with pytest.raises(StillWaiting):
-        waiting.result(WHILE)
+        waiting.result(STILL_WAITING_AFTER)
     lock.leave()
     assert waiting.result(PATIENCE) is True
 
 
-def test_who_serves_a_model_does_not_get_it_for_a_swap(lock: ServingLock) -> None:
+def test_a_thread_that_serves_a_model_cannot_begin_a_swap(lock: ServingLock) -> None:
     lock.enter()
     assert free(lock) is False
     lock.leave()
@@ -114,12 +116,14 @@ def test_who_serves_a_model_does_not_get_it_for_a_swap(lock: ServingLock) -> Non
 
 
 @pytest.mark.parametrize("hold", [swapping, lambda lock: lock.alone(Deadline(0), "ask")])
-def test_a_forward_waits_for_whoever_has_the_model_alone(lock: ServingLock, beside: Beside, hold: Any) -> None:
+def test_a_forward_waits_for_a_thread_that_holds_the_model_exclusively(
+    lock: ServingLock, beside: SecondThread, hold: Any
+) -> None:
     with hold(lock):
         assert (free(lock), beside.does(lambda: free(lock))) == (False, False)
         serving = beside.begin(lock.enter)
         with pytest.raises(StillWaiting):
-            serving.result(WHILE)
+            serving.result(STILL_WAITING_AFTER)
         lock.enter()
         lock.leave()
     serving.result(PATIENCE)
@@ -127,27 +131,27 @@ def test_a_forward_waits_for_whoever_has_the_model_alone(lock: ServingLock, besi
     beside.does(lock.leave)
 
 
-def test_alone_is_beside_what_the_thread_itself_serves_and_is_not_nested(lock: ServingLock, beside: Beside) -> None:
+def test_alone_ignores_forwards_of_its_own_thread_and_cannot_be_nested(lock: ServingLock, beside: SecondThread) -> None:
     lock.enter()
     with lock.alone(Deadline(0), "outer"):
         with (
             pytest.raises(ModelBusyError, match=r"^inner\(\): this thread is applying weights"),
             lock.alone(Deadline(0), "inner"),
         ):
-            raise AssertionError("it had the model twice")
+            raise AssertionError("alone() acquired the model twice")
         assert beside.does(lambda: free(lock)) is False
         lock.leave()
         assert beside.does(lambda: free(lock)) is False
     assert beside.does(lambda: free(lock)) is True
 
 
-def test_alone_gives_up_on_others_at_its_deadline_and_leaves_all_as_it_was(lock: ServingLock, beside: Beside) -> None:
+def test_alone_raises_at_its_deadline_and_leaves_the_lock_unchanged(lock: ServingLock, beside: SecondThread) -> None:
     beside.does(lock.enter)
     with (
         pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads used the model until the timeout"),
         lock.alone(Deadline(0.01), "apply_weights"),
     ):
-        raise AssertionError("it had the model")
+        raise AssertionError("alone() acquired the model")
     beside.does(lock.leave)
 
     with lock.alone(Deadline(PATIENCE), "apply_weights"):
@@ -155,7 +159,7 @@ def test_alone_gives_up_on_others_at_its_deadline_and_leaves_all_as_it_was(lock:
     assert free(lock) is True
 
 
-def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, beside: Beside) -> None:
+def test_alone_waits_for_a_swap_and_for_forwards_of_other_threads(lock: ServingLock, beside: SecondThread) -> None:
     def alone() -> bool:
         with lock.alone(Deadline(PATIENCE), "ask"):
             return True
@@ -163,23 +167,23 @@ def test_alone_waits_for_a_swap_and_for_others_that_serve(lock: ServingLock, bes
     lock.enter()
     asking = beside.begin(alone)
     with pytest.raises(StillWaiting):
-        asking.result(WHILE)
+        asking.result(STILL_WAITING_AFTER)
     lock.leave()
     assert asking.result(PATIENCE) is True
     with swapping(lock) as got:
         assert got
         asking = beside.begin(alone)
         with pytest.raises(StillWaiting):
-            asking.result(WHILE)
+            asking.result(STILL_WAITING_AFTER)
     assert asking.result(PATIENCE) is True
 
 
-def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
-    lock: ServingLock, beside: Beside, monkeypatch: pytest.MonkeyPatch
+def test_a_new_forward_lets_threads_waiting_to_change_the_model_go_first(
+    lock: ServingLock, beside: SecondThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving_lock, "PATIENCE", PATIENCE)
     monkeypatch.setattr(serving_lock, "_PERIOD", 10 * PATIENCE)
-    third, order = Beside(), []
+    third, order = SecondThread(), []
 
     def change() -> None:
         with lock.alone(Deadline(PATIENCE), "ask"):
@@ -195,7 +199,7 @@ def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
     await_waiter(lock)
     serving = third.begin(serve)
     with pytest.raises(StillWaiting):
-        serving.result(WHILE)
+        serving.result(STILL_WAITING_AFTER)
     lock.enter()  # a forward within a forward does not wait
     lock.leave()
     lock.leave()
@@ -206,12 +210,12 @@ def test_a_forward_lets_those_go_first_that_wait_to_change_the_model(
     third.end()
 
 
-def test_a_forward_waits_for_those_that_wait_to_change_the_model_only_for_a_time(
-    lock: ServingLock, beside: Beside, monkeypatch: pytest.MonkeyPatch
+def test_a_forward_waits_only_for_a_time_for_threads_waiting_to_change_the_model(
+    lock: ServingLock, beside: SecondThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving_lock, "PATIENCE", 0.01)
     beside.does(lock.enter)
-    third = Beside()
+    third = SecondThread()
     lock.queue()
     third.does(lock.enter)
     lock.leave_queue()
@@ -219,7 +223,7 @@ def test_a_forward_waits_for_those_that_wait_to_change_the_model_only_for_a_time
 
 
 def test_forwards_give_way_as_long_as_any_thread_waits_to_change_the_model(
-    lock: ServingLock, beside: Beside, monkeypatch: pytest.MonkeyPatch
+    lock: ServingLock, beside: SecondThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gave_way: list[int] = []
     monkeypatch.setattr(ServingLock, "patience", lambda lock: gave_way.append(lock._queued) or 0.0)
@@ -258,7 +262,7 @@ class Model:
 @pytest.mark.parametrize("in_slot", [True, False])
 @pytest.mark.parametrize("who", ["nobody", "itself", "another"])
 def test_a_fork_waits_for_forwards_of_other_threads_only_if_they_may_read_a_slot(
-    who: str, in_slot: bool, lock: ServingLock, beside: Beside
+    who: str, in_slot: bool, lock: ServingLock, beside: SecondThread
 ) -> None:
     model: Any = Model(in_slot)
     if who == "itself":
@@ -271,8 +275,8 @@ def test_a_fork_waits_for_forwards_of_other_threads_only_if_they_may_read_a_slot
     assert model.left == [who != "another" or not in_slot]
 
 
-def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_model_was_changed(
-    lock: ServingLock, beside: Beside
+def test_forwards_give_way_at_the_start_of_each_period_and_a_swap_starts_a_new_period(
+    lock: ServingLock, beside: SecondThread
 ) -> None:
     with FakeClock() as clock:
         lock.queue()
@@ -291,7 +295,7 @@ def test_forwards_give_way_in_the_first_second_of_each_period_only_until_the_mod
         lock.leave_queue()
 
 
-def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: Beside) -> None:
+def test_the_entry_of_a_forward_that_has_returned_is_ignored(lock: ServingLock, beside: SecondThread) -> None:
     def forward() -> FrameType:
         frame = sys._getframe()
         lock.enter(frame)
@@ -305,8 +309,8 @@ def test_the_entry_of_a_call_that_has_ended_is_void(lock: ServingLock, beside: B
     del ended
 
 
-def test_who_serves_a_model_does_not_wait_for_itself_and_a_swap_gives_up_in_time(
-    lock: ServingLock, beside: Beside
+def test_a_serving_thread_does_not_wait_for_itself_and_a_swap_times_out(
+    lock: ServingLock, beside: SecondThread
 ) -> None:
     beside.does(lock.enter)
     assert lock.begin_swap(0.01) is False
@@ -318,8 +322,8 @@ def test_who_serves_a_model_does_not_wait_for_itself_and_a_swap_gives_up_in_time
     assert free(lock) is True
 
 
-def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -> None:
-    lock, (first, second) = ServingLock(), (Beside(), Beside())
+def test_a_swap_that_times_out_does_not_keep_another_swap_from_being_woken() -> None:
+    lock, (first, second) = ServingLock(), (SecondThread(), SecondThread())
 
     def swap(timeout: float) -> bool:
         with swapping(lock, timeout) as alone:
@@ -328,8 +332,8 @@ def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -
     lock.enter()
     waits = first.begin(lambda: swap(2 * PATIENCE))
     with pytest.raises(StillWaiting):
-        waits.result(WHILE)
-    assert not second.does(lambda: swap(WHILE))
+        waits.result(STILL_WAITING_AFTER)
+    assert not second.does(lambda: swap(STILL_WAITING_AFTER))
     lock.leave()
 
     assert waits.result(PATIENCE)
@@ -337,7 +341,7 @@ def test_a_swap_that_gives_up_waiting_does_not_keep_another_from_being_woken() -
     second.end()
 
 
-def test_a_forward_wakes_nobody_where_nobody_waits_whoever_waited_before(lock: ServingLock, beside: Beside) -> None:
+def test_the_end_of_a_forward_notifies_only_while_another_thread_waits(lock: ServingLock, beside: SecondThread) -> None:
     lock.enter()
     assert "notify_all" not in called(lock.leave)
 
@@ -353,8 +357,8 @@ def test_a_forward_wakes_nobody_where_nobody_waits_whoever_waited_before(lock: S
 
 
 @pytest.mark.parametrize("timeout", [serving_lock.PATIENCE, 0.5, None])
-def test_a_swap_waits_for_as_long_as_it_is_told_and_not_at_all_unless_it_is(
-    lock: ServingLock, beside: Beside, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+def test_a_swap_waits_for_its_timeout_and_not_at_all_with_timeout_zero(
+    lock: ServingLock, beside: SecondThread, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float | None] = []
     monkeypatch.setattr(lock._changed, "wait_for", lambda met, timeout: waited.append(timeout))

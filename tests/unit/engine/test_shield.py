@@ -32,7 +32,7 @@ def handled() -> Iterator[list[tuple[int, FrameType | None]]]:
             signal.signal(number, handler)
 
 
-def test_signals_wait_inside_and_are_handed_over_in_order_with_their_frames() -> None:
+def test_signals_in_a_shield_are_deferred_and_delivered_in_order_with_their_frames() -> None:
     woken: list[int] = []
     with handled() as met:
         handler = signal.getsignal(signal.SIGUSR1)
@@ -49,13 +49,13 @@ def test_signals_wait_inside_and_are_handed_over_in_order_with_their_frames() ->
         assert signal.getsignal(signal.SIGUSR1) is handler
 
 
-def test_a_signal_without_a_handler_of_pythons_keeps_its_meaning() -> None:
+def test_a_signal_without_a_python_handler_keeps_its_disposition() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     with Shield(lambda: None):
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_handler_in_c_of_a_signal_without_one_of_pythons_is_left_alone(tmp_path: Path) -> None:
+def test_a_c_handler_of_a_signal_without_a_python_handler_is_left_installed(tmp_path: Path) -> None:
     with (tmp_path / "stack").open("w+") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         try:
@@ -68,7 +68,7 @@ def test_a_handler_in_c_of_a_signal_without_one_of_pythons_is_left_alone(tmp_pat
         assert file.read().count("Stack (most recent call first)") == 2
 
 
-def test_in_another_thread_it_does_nothing() -> None:
+def test_a_shield_outside_the_main_thread_does_nothing() -> None:
     def shielded() -> bool:
         with Shield(lambda: None):
             return True
@@ -77,27 +77,27 @@ def test_in_another_thread_it_does_nothing() -> None:
         assert beside.submit(shielded).result() is True
 
 
-def test_a_shield_that_cannot_be_raised_leaves_the_handlers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shield_that_fails_to_start_leaves_the_handlers_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     with handled():
         before = [signal.getsignal(number) for number in NUMBERS]
         monkeypatch.setattr(driver, "DEFERRED", (*NUMBERS, "no signal"))
         with pytest.raises(TypeError), Shield(lambda: None):
-            raise AssertionError("it was raised")
+            raise AssertionError("the shield was started")
         assert before == [signal.getsignal(number) for number in NUMBERS]
 
 
-class Struck(ValueError):
+class HandlerError(ValueError):
     """Raised by a user's signal handler: a ValueError, as a shield in another thread gets from `signal.signal`."""
 
 
 @contextlib.contextmanager
-def struck_at(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
+def handler_raising_at(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
     """Raise as a signal handler would, in this call (from 1) of those by which a shield sets handlers."""
     calls, real = count(1), signal.signal
 
     def striking(signum: int, handler: Any) -> Any:
         if next(calls) == call:
-            raise Struck
+            raise HandlerError
         return real(signum, handler)
 
     with monkeypatch.context() as patched:
@@ -106,13 +106,13 @@ def struck_at(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("call", range(1, 2 * len(NUMBERS) + 1))
-def test_a_handler_that_raises_as_a_shield_is_raised_or_left_costs_no_other_signal_its_own(
+def test_a_handler_that_raises_while_a_shield_starts_or_ends_leaves_all_handlers_restored(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "DEFERRED", NUMBERS)
     with handled() as met:
         before = [signal.getsignal(number) for number in NUMBERS]
-        with struck_at(monkeypatch, call), pytest.raises(Struck), Shield(lambda: None):
+        with handler_raising_at(monkeypatch, call), pytest.raises(HandlerError), Shield(lambda: None):
             signal.raise_signal(signal.SIGUSR2)
 
         assert before == [signal.getsignal(number) for number in NUMBERS]
@@ -124,19 +124,19 @@ def raise_all() -> None:
         signal.raise_signal(number)
 
 
-def test_a_signal_behind_one_whose_handler_raises_is_handed_over_too() -> None:
+def test_a_signal_after_one_whose_handler_raises_is_still_delivered() -> None:
     def raising(*_: object) -> None:
-        raise Struck
+        raise HandlerError
 
     with handled() as met:
         signal.signal(signal.SIGUSR1, raising)
-        with pytest.raises(Struck), Shield(lambda: None):
+        with pytest.raises(HandlerError), Shield(lambda: None):
             raise_all()
 
         assert [number for number, _ in met] == [signal.SIGUSR2]
 
 
-def test_what_a_handler_sets_for_the_next_signal_counts_inside_and_afterwards() -> None:
+def test_handlers_that_a_handler_sets_apply_inside_the_shield_and_afterwards() -> None:
     with handled() as met:
         later = signal.getsignal(signal.SIGUSR1)
         taken: list[int] = []

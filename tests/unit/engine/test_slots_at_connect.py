@@ -72,7 +72,7 @@ def pages_mapped(segment: Segment) -> bool:
     return bool((entries >> numpy.uint64(63)).all())
 
 
-def test_no_send_makes_a_slot(one: Pair, made: list[int]) -> None:
+def test_sends_make_no_slots_beyond_those_of_connect(one: Pair, made: list[int]) -> None:
     assert made == [NBYTES] * 2
 
     for _ in range(4):
@@ -82,11 +82,11 @@ def test_no_send_makes_a_slot(one: Pair, made: list[int]) -> None:
     assert statistics(pool_of(one)).buffers == 2
 
 
-def test_all_pages_of_the_slots_are_there_before_the_first_send(one: Pair) -> None:
+def test_all_pages_of_the_slots_are_mapped_before_the_first_send(one: Pair) -> None:
     assert list(map(pages_mapped, slots_of(one))) == [True, True]
 
 
-def test_a_worker_that_is_added_later_costs_no_further_slot(one: Pair, made: list[int], scheme_class: Any) -> None:
+def test_adding_a_worker_later_makes_no_further_slot(one: Pair, made: list[int], scheme_class: Any) -> None:
     one.sync()
     ours, theirs = multiprocessing.Pipe()
     one.sender.add_worker(1, ours)
@@ -104,7 +104,7 @@ def test_a_worker_that_is_added_later_costs_no_further_slot(one: Pair, made: lis
 
 
 @pytest.mark.parametrize("width", [100, 400])
-def test_another_model_gets_slots_of_its_size_and_no_more_than_two_are_idle(
+def test_another_model_gets_new_slots_only_if_it_is_larger_and_two_slots_remain(
     one: Pair, made: list[int], width: int
 ) -> None:
     one.sync()
@@ -120,7 +120,7 @@ def test_another_model_gets_slots_of_its_size_and_no_more_than_two_are_idle(
     assert statistics(pool_of(one)).buffers == 2
 
 
-def test_the_slots_are_as_large_as_the_weights_that_connect_is_given(made: list[int], scheme_class: Any) -> None:
+def test_the_slots_have_the_size_of_the_weights_given_to_connect(made: list[int], scheme_class: Any) -> None:
     scheme = scheme_class()
     scheme.init_on_sender("policy", num_workers=1, model=small())
     scheme.get_sender().connect(weights=large())
@@ -129,20 +129,20 @@ def test_the_slots_are_as_large_as_the_weights_that_connect_is_given(made: list[
     scheme.close()
 
 
-def test_weights_that_are_cast_get_slots_of_the_size_that_is_sent(made: list[int], scheme_class: Any) -> None:
+def test_slots_for_cast_weights_have_the_size_in_the_wire_dtype(made: list[int], scheme_class: Any) -> None:
     pair = Pair(lambda: scheme_class(wire_dtype="bfloat16"), model=large)
 
     assert made == [NBYTES // 2] * 2
     pair.close()
 
 
-def test_payloads_that_travel_in_the_pipe_get_none(made: list[int], pair: Pair) -> None:
+def test_payloads_that_travel_in_the_pipe_get_no_slots(made: list[int], pair: Pair) -> None:
     assert pair.sync().ok
     assert made == []
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(INLINE_BELOW_NBYTES - 1, 0), (INLINE_BELOW_NBYTES, 2)])
-def test_the_size_from_which_on_there_are_slots_is_that_of_buffers(nbytes: int, count: int) -> None:
+def test_slots_are_reserved_only_for_payloads_of_at_least_the_inline_limit(nbytes: int, count: int) -> None:
     pool = Pool()
     for _ in range(2):
         pool.reserve(nbytes)
@@ -150,7 +150,7 @@ def test_the_size_from_which_on_there_are_slots_is_that_of_buffers(nbytes: int, 
     assert statistics(pool) == (count, 0, count, count * nbytes)
 
 
-def answered(pair: Pair) -> None:
+def complete_handshakes(pair: Pair) -> None:
     """Make all workers answer the handshake, and the trainer wait for the answers."""
     for receiver in pair.receivers:
         receiver.receive(timeout=0)
@@ -158,7 +158,7 @@ def answered(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("reaches", [True, False], ids=["the worker opens them there", "it does not"])
-def test_weights_on_a_device_get_slots_once_the_workers_have_said_where(
+def test_slots_for_device_weights_are_made_after_the_handshake_where_workers_open_them(
     made: list[int], scheme_class: Any, reaches: bool
 ) -> None:
     with fake_device() as device:
@@ -169,7 +169,7 @@ def test_weights_on_a_device_get_slots_once_the_workers_have_said_where(
         device.allocate = lambda nbytes: (allocated.append(nbytes), before(nbytes))[1]  # type: ignore[method-assign]
         assert made == []
 
-        answered(pair)
+        complete_handshakes(pair)
         slots = ([NBYTES] * 2, []) if reaches else ([], [NBYTES] * 2)
         assert (allocated, made) == slots
 
@@ -180,7 +180,7 @@ def test_weights_on_a_device_get_slots_once_the_workers_have_said_where(
         pair.close()
 
 
-def test_when_connect_has_sent_the_first_version_the_slots_on_a_device_are_there(scheme_class: Any) -> None:
+def test_device_slots_exist_once_connect_has_sent_the_first_version(scheme_class: Any) -> None:
     with fake_device() as device, ThreadPoolExecutor(1) as beside:
         pair = Pair(scheme_class, model=large)
         received = beside.submit(pair.receiver.receive, timeout=PATIENCE)
@@ -192,10 +192,10 @@ def test_when_connect_has_sent_the_first_version_the_slots_on_a_device_are_there
         pair.close()
 
 
-def test_a_device_that_is_full_is_no_error_until_a_send(made: list[int], scheme_class: Any) -> None:
+def test_sends_succeed_although_the_device_has_memory_for_one_slot_only(made: list[int], scheme_class: Any) -> None:
     with fake_device(FakeDevice(capacity=NBYTES)):
         pair = Pair(scheme_class, model=large)
-        answered(pair)
+        complete_handshakes(pair)
         assert made == []
 
         assert all(pair.sync().ok for _ in range(4))
@@ -204,7 +204,7 @@ def test_a_device_that_is_full_is_no_error_until_a_send(made: list[int], scheme_
 
 
 @pytest.mark.parametrize("model", [None, {"w": torch.zeros(2**20, device="meta")}])
-def test_without_a_model_that_can_be_sent_there_is_none(made: list[int], scheme_class: Any, model: Any) -> None:
+def test_connect_without_a_sendable_model_makes_no_slots(made: list[int], scheme_class: Any, model: Any) -> None:
     scheme = scheme_class()
     scheme.init_on_sender("policy", num_workers=1, model=model)
     scheme.get_sender().connect()
@@ -215,7 +215,7 @@ def test_without_a_model_that_can_be_sent_there_is_none(made: list[int], scheme_
     scheme.close()
 
 
-def test_a_scheme_that_sends_nothing_makes_none(made: list[int]) -> None:
+def test_a_scheme_that_sends_nothing_makes_no_slots(made: list[int]) -> None:
     scheme = NoWeightSyncScheme()
     scheme.init_on_sender("policy", model=large())
     scheme.get_sender().send(large())
@@ -225,7 +225,7 @@ def test_a_scheme_that_sends_nothing_makes_none(made: list[int]) -> None:
 
 
 @pytest.mark.parametrize("fits", [0, 1])
-def test_without_memory_for_them_connect_succeeds_and_a_send_says_so_until_there_is_some(
+def test_connect_succeeds_without_memory_for_slots_and_sends_raise_until_memory_is_free(
     made: list[int], scheme_class: Any, fits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(nbytes: int) -> None:
@@ -258,7 +258,7 @@ def test_a_child_that_is_forked_before_the_first_send_has_no_slot(one: Pair) -> 
     assert one.sync().ok
 
 
-def test_close_releases_them(one: Pair) -> None:
+def test_close_releases_the_slots(one: Pair) -> None:
     slots = list(map(ref, slots_of(one)))
     one.scheme.close()
     gc.collect()
@@ -293,14 +293,14 @@ def test_the_kernel_is_asked_for_huge_pages_for_slots_and_for_heap_buffers() -> 
     assert [flag for span, flag in asked.items() for place in places if place in span] == [has_huge_pages] * 2
 
 
-def test_a_kernel_without_the_advice_still_allocates_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_memory_is_allocated_on_a_kernel_without_populate_write_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "_MADV_POPULATE_WRITE", 9999)
     segment = Segment(NBYTES)
 
     assert os.fstat(segment.fd).st_blocks * 512 >= NBYTES
 
 
-class Advised(mmap.mmap):
+class RecordingMmap(mmap.mmap):
     """A mapping that records its calls of `madvise`."""
 
     asked: list[tuple[int, ...]]
@@ -313,7 +313,7 @@ class Advised(mmap.mmap):
 def test_pages_are_populated_in_pieces_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     piece = 8 * mmap.PAGESIZE
     monkeypatch.setattr(buffers, "_PIECE_NBYTES", piece)
-    mapping = Advised(-1, 20 * mmap.PAGESIZE)
+    mapping = RecordingMmap(-1, 20 * mmap.PAGESIZE)
     mapping.asked = []
     buffers._populate(mapping)
 

@@ -15,7 +15,7 @@ from weightsync.protocol.messages import Bye, Update
 from weightsync.transports.base import Steady
 
 
-class Still(Scripted, Steady):
+class SteadyLink(Scripted, Steady):
     """A link that tells whether it has something left to write, and counts the requests for its descriptors."""
 
     def __init__(self) -> None:
@@ -34,14 +34,14 @@ class Still(Scripted, Steady):
         return []
 
 
-def asked(driver: Any, links: tuple[Still, ...]) -> list[int]:
+def asked(driver: Any, links: tuple[SteadyLink, ...]) -> list[int]:
     """How often the next wait asks each link for its descriptors."""
     before = [link.asked for link in links]
     driver.wait(0.0, driver.waker.fired)
     return [link.asked - known for link, known in zip(links, before, strict=True)]
 
 
-def flushed(links: tuple[Still, ...]) -> list[int]:
+def flushed(links: tuple[SteadyLink, ...]) -> list[int]:
     """How often each link was flushed since the last call."""
     found = [link.flushed for link in links]
     for link in links:
@@ -53,19 +53,21 @@ def flushed(links: tuple[Still, ...]) -> list[int]:
 
 
 @pytest.fixture
-def links() -> tuple[Still, ...]:
-    return Still(), Still()
+def links() -> tuple[SteadyLink, ...]:
+    return SteadyLink(), SteadyLink()
 
 
 @pytest.fixture
-def fleet(links: tuple[Still, ...]) -> Fleet:
+def fleet(links: tuple[SteadyLink, ...]) -> Fleet:
     made = Fleet(*links)
     assert asked(made.driver, links) == [1, 1]
     assert asked(made.driver, links) == [0, 0]
     return made
 
 
-def test_a_sender_flushes_and_asks_a_link_until_all_has_left(fleet: Fleet, links: tuple[Still, ...]) -> None:
+def test_a_sender_flushes_a_link_and_asks_for_its_descriptors_until_all_has_left(
+    fleet: Fleet, links: tuple[SteadyLink, ...]
+) -> None:
     links[1].leaves = False
     fleet.sends()
     assert asked(fleet.driver, links) == [0, 1]
@@ -77,11 +79,13 @@ def test_a_sender_flushes_and_asks_a_link_until_all_has_left(fleet: Fleet, links
     assert (flushed(links), asked(fleet.driver, links)) == ([0, 0], [0, 0])
 
 
-def test_a_sender_asks_a_link_whose_process_is_watched_from_now_on(fleet: Fleet, links: tuple[Still, ...]) -> None:
+def test_a_sender_asks_a_link_for_its_descriptors_again_once_its_process_is_watched(
+    fleet: Fleet, links: tuple[SteadyLink, ...]
+) -> None:
     fleet.receives(1, hello())
     assert asked(fleet.driver, links) == [0, 1]
 
-    late, process = Still(), Process()
+    late, process = SteadyLink(), Process()
     fleet.driver.join(2, late, process)
     assert asked(fleet.driver, (*links, late)) == [1, 1, 1]
     process.known = (77, 88)
@@ -98,7 +102,7 @@ def update(version: int) -> Update:
 
 
 @pytest.fixture
-def worker(links: tuple[Still, ...]) -> ReceiverDriver:
+def worker(links: tuple[SteadyLink, ...]) -> ReceiverDriver:
     driver = ReceiverDriver("policy")
     for link in links:
         driver.add_link(link)
@@ -110,7 +114,9 @@ def worker(links: tuple[Still, ...]) -> ReceiverDriver:
     return driver
 
 
-def test_a_receiver_flushes_and_asks_a_link_until_all_has_left(worker: ReceiverDriver, links: Any) -> None:
+def test_a_receiver_flushes_a_link_and_asks_for_its_descriptors_until_all_has_left(
+    worker: ReceiverDriver, links: Any
+) -> None:
     links[0].receives(update(1))
     worker.pump()
     worker.take(pure.Applied(ack(1)))
@@ -125,7 +131,7 @@ def test_a_receiver_flushes_and_asks_a_link_until_all_has_left(worker: ReceiverD
     assert (flushed(links), asked(worker, links)) == ([1, 0], [1, 0])
 
 
-def test_nothing_is_kept_of_a_link_that_has_ended(worker: ReceiverDriver, links: Any) -> None:
+def test_a_receiver_keeps_nothing_of_a_link_that_has_ended(worker: ReceiverDriver, links: Any) -> None:
     links[0].receives(Bye(model_id="policy", incarnation=EPOCH, reason="enough"))
     worker.pump()
 

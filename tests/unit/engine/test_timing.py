@@ -31,13 +31,13 @@ class Stopped(Clock):
     [-1, -0.001, float("nan"), "10", True, False, b"1", [1], numpy.array([1.0, 2.0]), pytest.param(10**400, id="vast")],
     ids=repr,
 )
-def test_what_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^timeout= is .*: give a number of seconds, 0 or more"):
         seconds(timeout)
 
 
 @pytest.mark.parametrize("message", ["soon", "", "-1", "nan", "None"])
-def test_what_the_environment_says_is_held_to_the_same(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_timeout_in_the_environment_is_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", message)
 
     with pytest.raises(
@@ -46,14 +46,14 @@ def test_what_the_environment_says_is_held_to_the_same(message: str, monkeypatch
         seconds(Timeout.DEFAULT)
 
 
-def test_the_environment_may_ask_to_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infinite_timeout_in_the_environment_waits_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "inf")
     with replaced_by(Stopped(100.0)):
         never = Deadline(Timeout.DEFAULT)
         assert (never.passed, never.nap) == (False, 86400.0)
 
 
-def test_a_timeout_is_the_callers_or_the_environments_or_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_is_the_callers_else_the_environments_else_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.5")
     assert (seconds(Timeout.DEFAULT), seconds(Timeout.START), seconds(7), seconds(0), seconds(None)) == (
         0.5,
@@ -66,7 +66,7 @@ def test_a_timeout_is_the_callers_or_the_environments_or_a_minute(monkeypatch: p
     assert (seconds(Timeout.DEFAULT), seconds(Timeout.START)) == (60.0, 300.0)
 
 
-def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
+def test_a_deadline_has_the_remaining_time_and_the_time_until_the_next_check() -> None:
     clock = Stopped(100.0)
     with replaced_by(clock):
         soon, far, never, stopwatch = Deadline(10), Deadline(3 * 86400), Deadline(None), Stopwatch()
@@ -81,7 +81,7 @@ def test_a_deadline_tells_what_is_left_and_when_to_look_again() -> None:
         assert (never.remaining, never.nap, never.passed) == (None, None, False)
 
 
-def test_a_stopwatch_that_is_started_again_measures_from_then_on() -> None:
+def test_a_restarted_stopwatch_measures_from_its_restart() -> None:
     clock = Stopped(100.0)
     with replaced_by(clock):
         stopwatch = Stopwatch()
@@ -91,7 +91,7 @@ def test_a_stopwatch_that_is_started_again_measures_from_then_on() -> None:
         assert (stopwatch.seconds, stopwatch.restart(), stopwatch.seconds) == (5.0, 5.0, 0.0)
 
 
-def test_after_the_block_time_is_the_same_as_before_it() -> None:
+def test_the_previous_clock_is_restored_after_the_block() -> None:
     shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
     with replaced_by(outer):
         with contextlib.suppress(KeyError), replaced_by(inner):
@@ -101,7 +101,7 @@ def test_after_the_block_time_is_the_same_as_before_it() -> None:
     assert timing._clock is shipped
 
 
-def test_an_incarnation_is_its_time_or_the_next_above_its_fence_and_no_two_are_one() -> None:
+def test_an_incarnation_starts_with_the_time_or_the_next_above_the_fence_and_is_unique() -> None:
     with replaced_by(Stopped(5_000)):
         assert {new_incarnation(0) >> 32, new_incarnation(4_999 << 32) >> 32} == {5_000}
         assert {new_incarnation(5_000 << 32) >> 32, new_incarnation((6_000 << 32) | 0xFFFFFFFF) >> 32} == {5_001, 6_001}
@@ -109,6 +109,6 @@ def test_an_incarnation_is_its_time_or_the_next_above_its_fence_and_no_two_are_o
         assert max(new_incarnation(0) & 0xFFFFFFFF for _ in range(64)) >= 2**31
 
 
-def test_clocks_of_one_start_of_one_machine_have_one_name() -> None:
+def test_the_clock_id_is_the_boot_id_of_the_machine() -> None:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as message:
         assert timing.clock_id() == message.read().strip()

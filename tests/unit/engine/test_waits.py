@@ -38,7 +38,7 @@ class Bell:
         os.close(old)
 
 
-class Room:
+class WaitSetup:
     """Bells, and the waits of one thread for them."""
 
     def __init__(self, bells: int = 4) -> None:
@@ -58,8 +58,8 @@ class Room:
 
 
 @pytest.fixture
-def room() -> Iterator[Room]:
-    made = Room()
+def wait_setup() -> Iterator[WaitSetup]:
+    made = WaitSetup()
     made.bells[0].ring()
     assert made.wait() == [0]
     assert made.asked() == [1, 1, 1, 1]
@@ -69,106 +69,108 @@ def room() -> Iterator[Room]:
         os.close(bell.fd)
 
 
-def test_only_what_has_changed_is_asked_again(room: Room) -> None:
-    room.bells[0].still()
-    room.bells[2].ring()
-    room.waits.changed.add(id(room.bells[0]))
+def test_only_changed_links_are_asked_again_for_their_descriptors(wait_setup: WaitSetup) -> None:
+    wait_setup.bells[0].still()
+    wait_setup.bells[2].ring()
+    wait_setup.waits.changed.add(id(wait_setup.bells[0]))
 
-    assert room.wait() == [2]
-    assert room.asked() == [1, 0, 0, 0]
-
-
-def test_what_was_not_asked_again_is_still_waited_for(room: Room) -> None:
-    room.bells[3].ring()
-
-    assert room.wait() == [0, 3]
-    assert room.asked() == [0, 0, 0, 0]
+    assert wait_setup.wait() == [2]
+    assert wait_setup.asked() == [1, 0, 0, 0]
 
 
-def test_a_new_descriptor_takes_the_place_of_the_old(room: Room) -> None:
-    room.bells[0].replace()
-    room.waits.changed.add(id(room.bells[0]))
-    room.bells[1].ring()
-    assert room.wait() == [1]
+def test_links_that_were_not_asked_again_are_still_waited_for(wait_setup: WaitSetup) -> None:
+    wait_setup.bells[3].ring()
 
-    room.bells[0].ring()
-
-    assert room.wait() == [0, 1]
+    assert wait_setup.wait() == [0, 3]
+    assert wait_setup.asked() == [0, 0, 0, 0]
 
 
-def test_room_to_write_is_waited_for_while_it_is_wanted(room: Room) -> None:
-    room.bells[1].writes = room.bells[1].fd
-    room.waits.changed.add(id(room.bells[1]))
-    assert room.wait() == [0, 1]
+def test_a_new_descriptor_replaces_the_old_one(wait_setup: WaitSetup) -> None:
+    wait_setup.bells[0].replace()
+    wait_setup.waits.changed.add(id(wait_setup.bells[0]))
+    wait_setup.bells[1].ring()
+    assert wait_setup.wait() == [1]
 
-    room.bells[1].writes = None
-    room.waits.changed.add(id(room.bells[1]))
+    wait_setup.bells[0].ring()
 
-    assert room.wait() == [0]
+    assert wait_setup.wait() == [0, 1]
 
 
-def test_a_descriptor_of_two_is_waited_for_until_both_have_another(room: Room) -> None:
-    one, other = room.bells[1], room.bells[2]
+def test_writability_is_waited_for_only_while_a_link_wants_to_write(wait_setup: WaitSetup) -> None:
+    wait_setup.bells[1].writes = wait_setup.bells[1].fd
+    wait_setup.waits.changed.add(id(wait_setup.bells[1]))
+    assert wait_setup.wait() == [0, 1]
+
+    wait_setup.bells[1].writes = None
+    wait_setup.waits.changed.add(id(wait_setup.bells[1]))
+
+    assert wait_setup.wait() == [0]
+
+
+def test_a_descriptor_shared_by_two_links_is_waited_for_while_one_still_has_it(wait_setup: WaitSetup) -> None:
+    one, other = wait_setup.bells[1], wait_setup.bells[2]
     own, one.fd = one.fd, other.fd
     other.ring()
-    room.waits.changed.add(id(one))
-    assert room.wait() == [0, 1, 2]
+    wait_setup.waits.changed.add(id(one))
+    assert wait_setup.wait() == [0, 1, 2]
 
     one.fd = own
-    room.waits.changed.add(id(one))
+    wait_setup.waits.changed.add(id(one))
 
-    assert room.wait() == [0, 2]
-
-
-def _time_is_up(room: Room) -> None:
-    room.bells[0].still()
-    room.waits.changed.add(id(room.bells[0]))
-    assert room.wait() == []
+    assert wait_setup.wait() == [0, 2]
 
 
-def _the_waker_fires(room: Room) -> None:
-    room.waker.fire()
-    assert room.wait() == [0]
+def _time_is_up(wait_setup: WaitSetup) -> None:
+    wait_setup.bells[0].still()
+    wait_setup.waits.changed.add(id(wait_setup.bells[0]))
+    assert wait_setup.wait() == []
 
 
-def _a_descriptor_is_closed(room: Room) -> None:
-    room.bells[1].replace()
-    assert room.wait() == [0, 1]
+def _the_waker_fires(wait_setup: WaitSetup) -> None:
+    wait_setup.waker.fire()
+    assert wait_setup.wait() == [0]
 
 
-def _as_many_waits_as_links(room: Room) -> None:
-    for _ in room.bells[1:]:
-        assert room.wait() == [0]
+def _a_descriptor_is_closed(wait_setup: WaitSetup) -> None:
+    wait_setup.bells[1].replace()
+    assert wait_setup.wait() == [0, 1]
+
+
+def _as_many_waits_as_links(wait_setup: WaitSetup) -> None:
+    for _ in wait_setup.bells[1:]:
+        assert wait_setup.wait() == [0]
 
 
 @pytest.mark.parametrize("end", [_time_is_up, _the_waker_fires, _a_descriptor_is_closed, _as_many_waits_as_links])
-def test_all_are_asked_again_after(end: Callable[[Room], None], room: Room) -> None:
-    end(room)
-    room.asked()
+def test_all_links_are_asked_again_for_their_descriptors_after(
+    end: Callable[[WaitSetup], None], wait_setup: WaitSetup
+) -> None:
+    end(wait_setup)
+    wait_setup.asked()
 
-    room.wait()
+    wait_setup.wait()
 
-    assert room.asked() == [1, 1, 1, 1]
-
-
-def test_others_are_all_asked(room: Room) -> None:
-    assert room.wait(room.bells[:2]) == [0]
-    assert room.asked() == [1, 1, 0, 0]
+    assert wait_setup.asked() == [1, 1, 1, 1]
 
 
-def test_one_that_cannot_be_asked_is_named_and_the_others_are_asked_anew(room: Room) -> None:
+def test_a_wait_for_other_links_asks_all_of_them(wait_setup: WaitSetup) -> None:
+    assert wait_setup.wait(wait_setup.bells[:2]) == [0]
+    assert wait_setup.asked() == [1, 1, 0, 0]
+
+
+def test_a_link_that_cannot_be_asked_is_named_and_all_links_are_asked_again(wait_setup: WaitSetup) -> None:
     def broken() -> list[int]:
         raise TransportError("gone")
 
-    bell = room.bells[2]
+    bell = wait_setup.bells[2]
     bell.waitables = broken  # type: ignore[method-assign]
-    room.waits.changed.add(id(bell))
+    wait_setup.waits.changed.add(id(bell))
     with pytest.raises(WaitFailed) as caught:
-        room.wait()
+        wait_setup.wait()
     assert caught.value.which == 2
 
     del bell.waitables
-    room.asked()
+    wait_setup.asked()
 
-    assert room.wait() == [0]
-    assert room.asked() == [1, 1, 1, 1]
+    assert wait_setup.wait() == [0]
+    assert wait_setup.asked() == [1, 1, 1, 1]

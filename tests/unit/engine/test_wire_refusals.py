@@ -22,7 +22,7 @@ IN_PARTS = replace(UPDATE, payload_id=PART.payload_id)
 NOT_IN_PARTS = "a payload that came in parts is empty, is in a slot, or has a base"
 
 
-def sealed(message: Message, changes: dict[int, bytes]) -> bytes:
+def patched(message: Message, changes: dict[int, bytes]) -> bytes:
     """An encoded message with other bytes at these positions, and with a checksum that fits."""
     data = bytearray(codec.encode(message))
     for position, piece in changes.items():
@@ -64,7 +64,7 @@ def unread(data: Any, text: str) -> ProtocolError:
         (replace(PART, nbytes=2**63), f"bytes 4 to 8 are no part of {2**63}"),
     ],
 )
-def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, text: str) -> None:
+def test_messages_with_invalid_fields_cannot_be_encoded_and_the_field_is_named(message: Message, text: str) -> None:
     kind = type(message).__name__
     with pytest.raises(ConfigurationError) as caught:
         codec.encode(message)
@@ -85,11 +85,11 @@ def test_a_number_that_means_nothing_is_not_sent_and_is_named(message: Message, 
         replace(PART, nbytes=2**63 - 1, hashed=True, segment=3),
     ],
 )
-def test_the_first_and_the_last_number_that_mean_something_travel(message: Message) -> None:
+def test_the_smallest_and_largest_valid_values_are_encoded_and_decoded(message: Message) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
-def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_the_maximum_size_is_encoded_and_a_larger_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Bye(model_id="policy", incarnation=5)
     needed = len(codec.encode(message)) - codec.HEADER_NBYTES
     monkeypatch.setattr(codec, "MAX_BODY_NBYTES", needed)
@@ -102,33 +102,33 @@ def test_the_largest_body_is_sent_and_no_larger_one(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (sealed(UPDATE, {18: b"\7"}), "digest size 7 with padding 0 is not valid"),
-        (sealed(UPDATE, {19: b"\1"}), "digest size 16 with padding 1 is not valid"),
-        (sealed(UPDATE, {codec.HEADER_NBYTES: b"\0\7"}), "its fields take 7 bytes, but 6 are there"),
-        (sealed(UPDATE, {codec.HEADER_NBYTES + 22: b"\4"}), "payload placement 4 is not valid"),
-        (sealed(UPDATE, {codec.HEADER_NBYTES + 54: b"\1"}), "payload placement 0 is not valid"),
-        (sealed(ACK, {48: bytes(8)}), "version 0 is below 1"),
-        (sealed(PART, {codec.HEADER_NBYTES + 48: b"\2"}), "2 is not a truth value"),
-        (sealed(PART, {24: struct.pack("!Q", 5)}), "its header names another size of its payload"),
-        (sealed(replace(PART, segment=3), {24: struct.pack("!Q", 4)}), "its header names another size of its payload"),
-        (sealed(HELLO, {codec.HEADER_NBYTES + 11: struct.pack("!Q", 2**31)}), "process id 2147483648 is out of range"),
+        (patched(UPDATE, {18: b"\7"}), "digest size 7 with padding 0 is not valid"),
+        (patched(UPDATE, {19: b"\1"}), "digest size 16 with padding 1 is not valid"),
+        (patched(UPDATE, {codec.HEADER_NBYTES: b"\0\7"}), "its fields take 7 bytes, but 6 are there"),
+        (patched(UPDATE, {codec.HEADER_NBYTES + 22: b"\4"}), "payload placement 4 is not valid"),
+        (patched(UPDATE, {codec.HEADER_NBYTES + 54: b"\1"}), "payload placement 0 is not valid"),
+        (patched(ACK, {48: bytes(8)}), "version 0 is below 1"),
+        (patched(PART, {codec.HEADER_NBYTES + 48: b"\2"}), "2 is not a truth value"),
+        (patched(PART, {24: struct.pack("!Q", 5)}), "its header names another size of its payload"),
+        (patched(replace(PART, segment=3), {24: struct.pack("!Q", 4)}), "its header names another size of its payload"),
+        (patched(HELLO, {codec.HEADER_NBYTES + 11: struct.pack("!Q", 2**31)}), "process id 2147483648 is out of range"),
     ],
 )
-def test_fields_that_mean_nothing_are_not_read_and_are_named(data: bytes, text: str) -> None:
+def test_frames_with_invalid_fields_cannot_be_decoded_and_the_field_is_named(data: bytes, text: str) -> None:
     error = unread(data, f"A frame's fields are malformed: {text}.")
 
     assert error.unread == data
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_a_frame_that_is_not_whole_or_not_as_it_was_sent_is_distinguished() -> None:
+def test_truncated_corrupted_and_inconsistent_frames_have_distinct_errors() -> None:
     data = codec.encode(UPDATE)
     changed = data[:-1] + bytes([data[-1] ^ 1])
 
     longer = unread(data + b"!", f"A frame has {len(data) + 1} bytes, but its header says {len(data)}.")
     assert longer.unread == data + b"!"
     assert unread(changed, "A frame was corrupted in transit: its checksum is wrong.").unread == changed
-    other = sealed(UPDATE, {24: struct.pack("!Q", 13)})
+    other = patched(UPDATE, {24: struct.pack("!Q", 13)})
     assert (
         unread(other, "A frame's fields are malformed: its header names another size of its payload.").unread == other
     )

@@ -109,7 +109,7 @@ def act_twice(worker: Worker) -> None:
         worker.put(worker.model(torch.ones(1)).item())
 
 
-def fail_first(worker: Worker) -> None:
+def fail_in_first_life(worker: Worker) -> None:
     """Put a result, and fail after it in the first life: by an exception (worker 0) or by a signal."""
     worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
     if worker.restarts == 0:
@@ -119,7 +119,7 @@ def fail_first(worker: Worker) -> None:
 
 
 def fail_when_released(worker: Worker) -> None:
-    """As `fail_first`, but with a capacity of 1 fail only after the trainer has taken the result."""
+    """As `fail_in_first_life`, but with a capacity of 1 fail only after the trainer has taken the result."""
     worker.put((worker.restarts, worker.model(torch.ones(1)).item()))
     if worker.restarts == 0:
         worker.put("released")
@@ -151,11 +151,11 @@ def stop_itself(worker: Worker) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def put_what_cannot_be_pickled(worker: Worker) -> None:
+def put_unpicklable_result(worker: Worker) -> None:
     worker.put(lambda: 3)
 
 
-def put_for_ever(worker: Worker) -> None:
+def put_forever(worker: Worker) -> None:
     """Put large results without end, and check nothing else."""
     while True:
         worker.put(bytes(1 << 20))
@@ -163,17 +163,17 @@ def put_for_ever(worker: Worker) -> None:
 
 def end_slowly(worker: Worker) -> None:
     try:
-        put_for_ever(worker)
+        put_forever(worker)
     finally:
         time.sleep(0.2)
 
 
-def come_late_and_put(worker: Worker) -> None:
+def put_after_late_join(worker: Worker) -> None:
     """Put results if called at all: the group closes while this rank joins it."""
-    put_for_ever(worker)
+    put_forever(worker)
 
 
-def go_silent_first(worker: Worker) -> None:
+def hang_in_first_life(worker: Worker) -> None:
     """Put one result, and hang after it in the first life."""
     worker.put(worker.restarts)
     while worker.restarts == 0:
@@ -215,7 +215,7 @@ def hold_a_step_and_catch_up(worker: Worker) -> None:
             worker.put(version)
 
 
-def hold_a_step_for_ever_first(worker: Worker) -> None:
+def hold_a_step_forever_in_first_life(worker: Worker) -> None:
     """In the first life, hold a version in a step forever; in the second one, put results."""
     if worker.restarts == 0:
         with worker.step():
@@ -229,7 +229,7 @@ def fill_and_hang(worker: Worker) -> None:
     """Put the id of this process, fill the channel, and go on after the group has ended."""
     worker.put((os.getpid(), worker.model(torch.ones(1)).item()))
     try:
-        put_for_ever(worker)
+        put_forever(worker)
     except SenderClosed:
         time.sleep(600)
 
@@ -239,7 +239,7 @@ def put_nothing(worker: Worker) -> None:
         time.sleep(0.01)
 
 
-def come_late(worker: Worker) -> None:
+def must_not_be_called(worker: Worker) -> None:
     """Never called: the group is closed before this rank joins it."""
     raise AssertionError(worker)
 
@@ -260,7 +260,7 @@ async def _act_twice(worker: Worker) -> None:
         worker.put(worker.model(torch.ones(1)).item())
 
 
-def act_in_a_loop(worker: Worker) -> None:
+def act_by_asyncio_run(worker: Worker) -> None:
     """Run a coroutine as the refusal of an async function advises."""
     asyncio.run(_act_twice(worker))
 
@@ -278,7 +278,7 @@ def nothing() -> None:
     """Return no model."""
 
 
-def be_rank(
+def run_rank(
     rank: int, size: int, port: int, run: Callable[[Worker], None], make_model: MakeModel, *, dump_to: Connection
 ) -> None:
     """Be a rank of a world, and a worker of rank 0. Fails if the model keeps a hook of the ended group."""
@@ -286,7 +286,7 @@ def be_rank(
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
-        if run in {come_late, come_late_and_put}:
+        if run in {must_not_be_called, put_after_late_join}:
             store.wait(["the group is closed"])
         model = make_model()
         run_worker(run, model)
@@ -305,14 +305,14 @@ def slow_model() -> nn.Module:
     return policy()
 
 
-def ends_at_once() -> nn.Module:
+def exit_at_once() -> nn.Module:
     """End the process before its function begins, as happens in a program without a `__main__` guard."""
     os._exit(1)
 
 
 def train_until_killed(pids: Connection) -> None:
     """Be a trainer with forked workers, in a process of its own, until it is killed."""
-    with WorkerGroup(put_for_ever, policy(), 2, ctx=multiprocessing.get_context("fork")) as group:
+    with WorkerGroup(put_forever, policy(), 2, ctx=multiprocessing.get_context("fork")) as group:
         next(group.results())
         group.send()
         pids.send([process.pid for process in group.processes.values()])
@@ -321,7 +321,7 @@ def train_until_killed(pids: Connection) -> None:
 
 def train_and_return(pids: Connection) -> None:
     """Be a trainer, in a process of its own, that returns without closing its group."""
-    group = WorkerGroup(put_for_ever, policy(), 1, ctx=multiprocessing.get_context("fork"))
+    group = WorkerGroup(put_forever, policy(), 1, ctx=multiprocessing.get_context("fork"))
     group.start()
     next(group.results())
     pids.send([process.pid for process in group.processes.values()])

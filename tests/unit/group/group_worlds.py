@@ -53,7 +53,7 @@ class World:
             dumps, dump_to = self._context.Pipe(duplex=False)
             self._dumps.append(dumps)
             given, asked = (rank, count + 1, store.port, run, make_model), {"dump_to": dump_to}
-            self.processes.append(self._context.Process(target=workers.be_rank, args=given, kwargs=asked))
+            self.processes.append(self._context.Process(target=workers.run_rank, args=given, kwargs=asked))
             self.processes[-1].start()
             dump_to.close()
         dist.init_process_group("gloo", store=store, rank=0, world_size=count + 1)

@@ -58,7 +58,7 @@ def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
     life.close()
 
 
-def test_what_an_actor_said_last_counts_though_ray_reports_its_end_before_it_arrives(life: Life) -> None:
+def test_an_actors_last_result_counts_even_if_ray_reports_its_end_first(life: Life) -> None:
     """Regression: the result was lost, and the worker counted as failed ('its actor has ended')."""
     said = life.ends()
     life.far.sendall(said[:-40])
@@ -76,7 +76,7 @@ def test_what_an_actor_said_last_counts_though_ray_reports_its_end_before_it_arr
     assert life.members.by_index[0].running is None
 
 
-def test_an_actor_whose_host_is_gone_is_not_waited_for(life: Life) -> None:
+def test_an_ended_actor_whose_last_messages_do_not_arrive_counts_as_failed(life: Life) -> None:
     with FakeClock() as clock:
         life.ends()
         life.members.pump()

@@ -67,7 +67,7 @@ def fill(model: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
-def sending_until_a_result(group: WorkerGroup) -> WorkerResult:
+def send_until_a_result(group: WorkerGroup) -> WorkerResult:
     while True:
         group.send()
         with contextlib.suppress(ResultTimeoutError):
@@ -90,7 +90,7 @@ def is_dead(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "Z"
 
 
-def dies(pid: int) -> bool:
+def dies_soon(pid: int) -> bool:
     deadline = time.monotonic() + 30.0
     while not is_dead(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -115,7 +115,7 @@ def test_every_worker_acts_with_each_version_sent_and_its_results_name_it(make_o
 
 
 @pytest.mark.parametrize("make_over", [SHARED, RANKS, RAY], indirect=True)
-def test_a_full_result_channel_delays_no_update_and_a_worker_that_hangs_no_close(make_over: Make) -> None:
+def test_updates_pass_a_full_result_channel_and_close_kills_a_hanging_worker(make_over: Make) -> None:
     with make_over(workers.fill_and_hang, capacity=1) as group:
         pid, value = next(group.results()).value
         for _ in range(3):
@@ -140,7 +140,7 @@ def test_results_end_when_all_workers_have_returned(make: Make, caplog: pytest.L
     assert {record.levelno for record in goodbyes} <= {logging.INFO}  # the end of `results` already tells it
 
 
-def test_stop_lets_workers_return_and_gives_what_they_still_put(make: Make) -> None:
+def test_stop_lets_workers_return_without_failures_and_yields_their_last_results(make: Make) -> None:
     with make(workers.act, 2) as group:
         next(group.results())
         group.stop()
@@ -151,7 +151,7 @@ def test_stop_lets_workers_return_and_gives_what_they_still_put(make: Make) -> N
 def test_a_result_names_both_versions_if_a_swap_came_in_between(make: Make, model: nn.Module) -> None:
     with make(workers.step_over_swaps, capacity=1) as group:
         for _ in range(2):
-            made, again = sending_until_a_result(group), next(group.results())
+            made, again = send_until_a_result(group), next(group.results())
             assert len(made.versions) == 2
             assert made.versions[0] < made.versions[1]
             assert again.versions == made.versions  # put without another step
@@ -171,7 +171,7 @@ def test_only_the_named_weights_are_sent_and_the_others_stay_as_they_are(
         assert next(result for result in group.results() if result.versions == (2,)).value == 6.0
 
 
-def test_weights_that_are_not_finite_are_refused_where_that_is_asked_for(make: Make, model: nn.Module) -> None:
+def test_check_finite_refuses_weights_that_are_not_finite(make: Make, model: nn.Module) -> None:
     with make(workers.act, check_finite=True) as group:
         fill(model, float("nan"))
         for send in (group.send, group.send_async):
@@ -183,7 +183,7 @@ def test_weights_that_are_not_finite_are_refused_where_that_is_asked_for(make: M
         make(workers.act, check_finite=True).start()
 
 
-def test_a_worker_and_the_trainer_reach_their_own_schemes_for_events(make: Make) -> None:
+def test_worker_and_trainer_each_observe_events_of_their_own_scheme(make: Make) -> None:
     group, events = make(workers.report_replies), queue.SimpleQueue[SyncEvent]()
     group.scheme.on_event(events.put)
     with group:
@@ -194,7 +194,7 @@ def test_a_worker_and_the_trainer_reach_their_own_schemes_for_events(make: Make)
     assert events.get(timeout=60).kind is EventKind.DISPATCH
 
 
-def test_a_send_that_fails_announces_nothing_that_workers_would_wait_for(make: Make) -> None:
+def test_a_failed_send_announces_no_version_to_workers(make: Make) -> None:
     with make(workers.act, max_staleness=0) as group:
         with pytest.raises(LayoutError):
             group.send({"another": torch.ones(1)})
@@ -206,13 +206,13 @@ def test_a_send_that_fails_announces_nothing_that_workers_would_wait_for(make: M
 
 
 @pytest.mark.parametrize("make_over", [SHARED, RANKS], indirect=True)
-def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make_over: Make) -> None:
-    with make_over(workers.fail_first) as group:
+def test_an_exception_in_a_worker_is_raised_in_the_trainer_with_its_traceback(make_over: Make) -> None:
+    with make_over(workers.fail_in_first_life) as group:
         results = group.results()
         assert next(results).value == (0, 1.0)
         with pytest.raises(WorkerFailedError, match=r"while it served version 1.*a pole fell") as caught:
             next(results)
-        assert "in fail_first" in caught.value.remote_traceback
+        assert "in fail_in_first_life" in caught.value.remote_traceback
         assert (caught.value.worker, caught.value.version, caught.value.restarts) == (0, 1, 0)
         assert list(group.results()) == []  # the failure is reported once
         assert len(group.send(on_failure="report")) == len(group.send_async()) == 0
@@ -221,7 +221,7 @@ def test_a_worker_that_raises_is_an_error_in_the_trainer_with_its_traceback(make
                 waits()
 
 
-def test_an_iterator_of_results_goes_on_behind_a_failure(make: Make) -> None:
+def test_results_of_other_workers_can_be_iterated_after_a_failure(make: Make) -> None:
     """The other worker's results also show that each process uses one torch thread."""
     with make(workers.fail_or_count_threads, 2) as group:
         results = group.results()
@@ -231,7 +231,7 @@ def test_an_iterator_of_results_goes_on_behind_a_failure(make: Make) -> None:
         assert len(group.send()) == 1
 
 
-def test_an_interrupt_as_a_failure_is_reported_leaves_it_for_the_next_call(
+def test_a_failure_whose_report_is_interrupted_is_raised_by_the_next_call(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make(workers.fail_or_count_threads, 2) as group:
@@ -277,7 +277,7 @@ def test_a_killed_actor_is_lost_in_the_report_and_restarted_with_fresh_weights(
         assert "actor died" in group.failures[0].reason
 
 
-def test_a_worker_killed_amid_a_send_is_lost_in_the_report_and_no_failure_if_it_is_restarted(
+def test_a_worker_killed_during_a_send_is_lost_in_the_report_but_not_raised_if_restarted(
     make: Make, model: nn.Module
 ) -> None:
     with make(workers.act, 2, max_restarts=1, restart_delay=3600.0) as group:
@@ -290,7 +290,7 @@ def test_a_worker_killed_amid_a_send_is_lost_in_the_report_and_no_failure_if_it_
 
 
 @pytest.mark.parametrize("make_over", [SHARED, RANKS], indirect=True)
-def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_group(
+def test_a_worker_killed_during_a_send_without_restarts_raises_and_leaves_the_group(
     make_over: Make, request: pytest.FixtureRequest
 ) -> None:
     with make_over(workers.act, 2) as group:
@@ -309,10 +309,10 @@ def test_a_worker_killed_amid_a_send_and_not_restarted_is_raised_and_leaves_the_
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("make_over", ["ranks"], indirect=True)
-def test_a_rank_that_waits_with_a_full_channel_leaves_when_the_group_ends(
+def test_a_rank_that_waits_with_a_full_channel_returns_when_the_group_ends(
     make_over: Make, request: pytest.FixtureRequest
 ) -> None:
-    with make_over(workers.put_for_ever, 2, capacity=1) as group:
+    with make_over(workers.put_forever, 2, capacity=1) as group:
         next(group.results())
     assert request.node.stash[WORLD].codes() == [0, 0]
 
@@ -326,7 +326,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restarted(make: Make) -> None:
     rules = {"max_restarts": 1, "restart_delay": 0.0, "deadline": 60.0}
-    with FakeClock() as clock, make(workers.go_silent_first, **rules) as group:
+    with FakeClock() as clock, make(workers.hang_in_first_life, **rules) as group:
         results = group.results()
         assert next(results).value == 0
         clock.advance(61)
@@ -335,7 +335,7 @@ def test_a_worker_that_gives_no_result_within_its_deadline_is_killed_and_restart
         assert re.search(
             r"gave no result for 60.0 s, and was killed; it was at line \d+ of .*workers.py", failure.reason
         )
-        assert "in go_silent_first" in failure.remote_traceback
+        assert "in hang_in_first_life" in failure.remote_traceback
 
 
 @pytest.mark.usefixtures("patient")
@@ -359,7 +359,7 @@ def test_close_names_the_workers_that_hang_and_where_they_are(
     assert re.search(where, said)
 
 
-def test_results_have_a_deadline(make: Make) -> None:
+def test_results_raises_result_timeout_error_at_its_deadline(make: Make) -> None:
     with make(workers.put_pids_and_hang) as group:
         next(group.results())
         with pytest.raises(ResultTimeoutError, match="worker 0 is running"):
@@ -374,19 +374,19 @@ def test_a_timeout_says_which_workers_are_still_starting_and_since_when(make: Ma
         group.close(timeout=0.0)
 
 
-def test_a_worker_that_dies_before_it_starts_is_told_with_a_hint_at_the_guard(
+def test_the_error_of_a_worker_that_dies_before_it_starts_hints_at_the_main_guard(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # an xdist worker has none
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # `python -m pytest` has one
     with (
-        make(workers.act, make_model=workers.ends_at_once) as group,
+        make(workers.act, make_model=workers.exit_at_once) as group,
         pytest.raises(WorkerFailedError, match=r'exit code 1 before it had started.*no `if __name__ == "__main__"'),
     ):
         list(group.results())
 
 
-def test_a_model_that_cannot_be_made_in_a_worker_is_an_error_in_the_trainer(make: Make) -> None:
+def test_an_exception_in_make_model_is_raised_in_the_trainer(make: Make) -> None:
     with make(workers.act, make_model=workers.broken_model) as group, pytest.raises(WorkerFailedError, match="no such"):
         list(group.results())
 
@@ -394,7 +394,7 @@ def test_a_model_that_cannot_be_made_in_a_worker_is_an_error_in_the_trainer(make
 # --------------------------------------------------------------------------------------------------- the end
 
 
-def test_the_workers_of_a_trainer_that_is_killed_end(forkserver: ForkServerContext) -> None:
+def test_workers_end_when_their_trainer_is_killed(forkserver: ForkServerContext) -> None:
     pids, far = forkserver.Pipe()
     trainer = forkserver.Process(target=workers.train_until_killed, args=(far,))
     trainer.start()
@@ -411,7 +411,7 @@ def test_the_workers_of_a_trainer_that_is_killed_end(forkserver: ForkServerConte
     trainer.close()
 
 
-def test_a_trainer_that_multiprocessing_has_started_ends_although_it_does_not_close_its_group(
+def test_a_trainer_process_that_does_not_close_its_group_still_ends(
     forkserver: ForkServerContext,
 ) -> None:
     pids, far = forkserver.Pipe()
@@ -440,19 +440,19 @@ def test_a_forked_child_of_the_trainer_does_not_end_the_workers(make: Make) -> N
         assert group.failures == ()
 
 
-def test_close_kills_what_does_not_end_and_the_processes_that_it_has_started(make: Make) -> None:
+def test_close_kills_hanging_workers_and_their_child_processes(make: Make) -> None:
     with make(workers.put_pids_and_hang, 2) as group:
         pids = [pid for result in islice(group.results(), 2) for pid in result.value]
         group.close(timeout=0.1)
         # `close` does not wait for processes that a worker has started: they are killed, and end a little later.
-        assert all(dies(pid) for pid in pids)
+        assert all(dies_soon(pid) for pid in pids)
         group.close()
         with pytest.raises(StateError, match="closed"):
             group.send()
 
 
-def test_close_wakes_a_worker_that_waits_with_a_full_channel_though_nothing_of_it_was_read(make: Make) -> None:
-    group = make(workers.put_for_ever, 2, capacity=1)
+def test_close_ends_workers_that_wait_for_room_in_an_unread_channel(make: Make) -> None:
+    group = make(workers.put_forever, 2, capacity=1)
     group.start()
     for member in group._members.by_index.values():
         assert connection.wait([member.running.channel], 60.0)
@@ -466,7 +466,7 @@ def test_close_wakes_a_worker_that_waits_with_a_full_channel_though_nothing_of_i
     assert codes == [0, 0]  # the workers ended by themselves
 
 
-def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_does_not_wait_for_workers_that_are_still_starting(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with make(workers.act, 2, make_model=workers.slow_model) as group:
         pids = [process.pid for process in group.processes.values()]
         group.close(timeout=None)
@@ -475,7 +475,7 @@ def test_close_does_not_wait_for_a_worker_that_has_not_begun(make: Make, caplog:
 
 
 @pytest.mark.parametrize("when", ["starting", "release"])
-def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
+def test_g10_an_interrupt_of_close_leaves_no_worker_and_a_closed_sender(
     make: Make, when: str, request: pytest.FixtureRequest
 ) -> None:
     """The interrupt comes just before the links are closed, or just before the first worker's process is ended."""
@@ -502,7 +502,7 @@ def test_g10_an_interrupt_while_a_group_closes_leaves_nothing_behind(
         assert group.sender.state is State.CLOSED
 
 
-def test_a_signal_handler_may_close_a_group_that_waits_for_its_workers_to_return(
+def test_a_signal_handler_may_close_a_group_while_its_close_waits_for_workers(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the outer close raised ValueError for a closed process, and killed by ids that were free again."""
@@ -525,7 +525,7 @@ def test_a_signal_handler_may_close_a_group_that_waits_for_its_workers_to_return
     assert not group.processes
 
 
-def test_g10_an_interrupt_before_the_cleanup_begins_leaves_no_worker_behind_a_with_block(make: Make) -> None:
+def test_g10_an_interrupt_before_the_cleanup_leaves_no_worker_after_the_with_block(make: Make) -> None:
     with pytest.raises(KeyboardInterrupt), make(workers.act) as group:  # noqa: PT012 - at its end
         (process,) = group.processes.values()
         pid, end_others = process.pid, group._calls.end_others
@@ -549,7 +549,7 @@ def test_a_stopped_worker_does_not_delay_close(make: Make) -> None:
         assert is_dead(pid)
 
 
-def test_close_waits_until_its_deadline_for_workers_to_return_also_on_a_clock_that_stands_still(
+def test_close_waits_for_workers_to_return_even_if_the_clock_stands_still(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with FakeClock(), make(workers.end_slowly) as group:
@@ -558,7 +558,7 @@ def test_close_waits_until_its_deadline_for_workers_to_return_also_on_a_clock_th
     assert not [record for record in caplog.records if "had not returned" in record.getMessage()]
 
 
-def test_nor_is_an_actor_given_up_before_that() -> None:
+def test_join_of_an_actor_waits_for_its_end_even_if_the_clock_stands_still() -> None:
     actor = object.__new__(ActorProcess)
     actor._life, actor._channel, actor._ends = Future(), TrainerEnd(None), None
     ending = threading.Timer(0.1, actor._life.set_result, [None])
@@ -570,18 +570,18 @@ def test_nor_is_an_actor_given_up_before_that() -> None:
 
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
-def test_a_group_leaves_no_descriptor(make: Make) -> None:
+def test_a_group_leaks_no_descriptors(make: Make) -> None:
     with make(workers.act_twice):  # open what is opened only once
         pass
     gc.collect()
     before = descriptors()
-    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
+    with make(workers.fail_in_first_life, 2, max_restarts=1, restart_delay=0.0) as group:
         list(group.results())
     gc.collect()
     assert opened_since(before) == {}
 
 
-def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
+def test_a_group_whose_start_fails_leaves_no_processes(make: Make) -> None:
     group = make(lambda worker: None)
     with pytest.raises(ConfigurationError, match=r"pickle.*top level of a module"):
         group.start()
@@ -617,7 +617,7 @@ def test_a_group_that_cannot_start_leaves_nothing(make: Make) -> None:
         (1, {"check_finite": "no"}, "check_finite"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(
+def test_invalid_group_arguments_are_refused(
     make: Make, count: int | None, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
@@ -635,7 +635,7 @@ def test_arguments_that_cannot_be_are_refused(
         (nn.Linear(1, 1), {"ctx": "fork"}, r"ctx= is 'fork': give .*, such as multiprocessing\.get_context\('fork'\)"),
     ],
 )
-def test_a_model_that_cannot_be_sent_or_copied_or_a_context_that_is_none_is_refused(
+def test_models_that_cannot_be_sent_or_copied_and_invalid_contexts_are_refused(
     model: Any, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
@@ -644,7 +644,7 @@ def test_a_model_that_cannot_be_sent_or_copied_or_a_context_that_is_none_is_refu
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("options", [{}, {"make_model": workers.policy}, {"names": "weight"}])
-def test_a_sharded_model_is_refused_with_what_sends_it(
+def test_a_sharded_model_is_refused_with_advice_to_call_send_sharded(
     model: nn.Module, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - it takes long
@@ -656,7 +656,7 @@ def test_a_sharded_model_is_refused_with_what_sends_it(
         WorkerGroup(workers.act, model, 1, **options)
 
 
-def test_a_model_whose_adapters_are_merged_is_refused_with_two_ways_that_work(forkserver: ForkServerContext) -> None:
+def test_a_model_with_adapters_is_refused_and_both_advised_remedies_work(forkserver: ForkServerContext) -> None:
     """A worker's output is the sum of a weight, 1, and an adapter, which is 2 in the trainer."""
     with pytest.raises(ConfigurationError, match=r"model= \(Adapted\) has adapters.*make_model=.*names=\"\*lora"):
         WorkerGroup(workers.act, workers.Adapted(2.0), 1, ctx=forkserver)
@@ -665,12 +665,12 @@ def test_a_model_whose_adapters_are_merged_is_refused_with_two_ways_that_work(fo
             assert next(group.results()).value == 3.0
 
 
-def test_a_model_that_is_merged_in_place_is_copied_as_any_other(forkserver: ForkServerContext) -> None:
+def test_a_model_that_merges_adapters_in_place_is_accepted(forkserver: ForkServerContext) -> None:
     with WorkerGroup(workers.act, workers.MergedInPlace(1, 1, bias=False), 1, ctx=forkserver) as group:
         assert next(group.results()).versions == (1,)
 
 
-def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:
+def test_a_scheme_that_is_already_in_use_is_refused(make: Make) -> None:
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
         with pytest.raises(
@@ -680,16 +680,14 @@ def test_a_scheme_that_is_in_use_is_refused_as_such(make: Make) -> None:
 
 
 @pytest.mark.parametrize("timeout", ["x", -1.0, True])
-def test_results_refuses_a_timeout_that_is_no_number_of_seconds_before_any_is_asked_for(
-    make: Make, timeout: Any
-) -> None:
+def test_results_refuses_an_invalid_timeout_before_the_first_result_is_requested(make: Make, timeout: Any) -> None:
     group = make(workers.act, 1)
 
     with pytest.raises(ConfigurationError, match="timeout="):
         group.results(timeout)
 
 
-def test_an_installed_scheme_that_cannot_be_imported_is_named_with_the_reason(
+def test_the_error_for_an_installed_scheme_that_cannot_be_imported_gives_the_reason(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = EntryPoint("lacking", "a_module_that_is_not_there:Scheme", ENTRY_POINTS)
@@ -704,18 +702,20 @@ def test_an_installed_scheme_that_cannot_be_imported_is_named_with_the_reason(
     assert isinstance(caught.value.__cause__.__cause__, ModuleNotFoundError)
 
 
-def test_what_the_group_decides_for_actors_is_refused(model: nn.Module) -> None:
+def test_actor_options_that_the_group_sets_itself_are_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match="max_restarts, name"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options={"name": "one", "max_restarts": 1})
 
 
-def test_actor_options_are_a_dict(model: nn.Module) -> None:
+def test_actor_options_must_be_a_dict(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match=r"actor_options= is \['num_cpus'\]: give a dict"):
         WorkerGroup(workers.act, model, 1, scheme="ray", actor_options=["num_cpus"])  # type: ignore[arg-type]
 
 
 @pytest.mark.ray
-def test_a_ray_client_starts_no_group_and_is_told_what_to_do(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_a_group_from_a_ray_client_raises_with_advice(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("weightsync.group.actors.is_ray_client", lambda: True)
     group = WorkerGroup(workers.act, model, 1, scheme="ray")
@@ -725,7 +725,7 @@ def test_a_ray_client_starts_no_group_and_is_told_what_to_do(model: nn.Module, m
 
 @pytest.mark.parametrize("make_over", [RAY], indirect=True)
 @pytest.mark.parametrize("options", [{"nonsense": 1}, {"num_gpus": -1}])
-def test_options_that_ray_refuses_start_nothing(make_over: Make, options: dict[str, Any]) -> None:
+def test_actor_options_that_ray_refuses_raise_before_anything_starts(make_over: Make, options: dict[str, Any]) -> None:
     group = make_over(workers.act, actor_options=options)
     with pytest.raises(ConfigurationError, match=r"Ray takes no such actor_options=.*Nothing was started"), group:
         pass
@@ -735,7 +735,7 @@ def test_a_live_worker_whose_link_is_lost_is_restarted_while_the_trainer_only_ta
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.group.group._LOST_SECONDS", 0.05)
-    with make(workers.put_for_ever, 1, max_restarts=1, restart_delay=0) as group:
+    with make(workers.put_forever, 1, max_restarts=1, restart_delay=0) as group:
         next(group.results())
         driver = group.sender._driver
         with driver.lock:
@@ -748,12 +748,12 @@ def test_a_live_worker_whose_link_is_lost_is_restarted_while_the_trainer_only_ta
 
 
 @pytest.mark.gloo
-def test_a_rank_that_joins_when_the_group_is_closed_returns(
+def test_a_rank_that_joins_after_the_group_was_closed_returns(
     model: nn.Module, forkserver: Any, request: pytest.FixtureRequest
 ) -> None:
     world = World(forkserver)
     request.addfinalizer(world.close)
-    store = world.start(workers.come_late, 1)
+    store = world.start(workers.must_not_be_called, 1)
     with WorkerGroup(None, model, scheme="distributed"):
         pass
     store.set("the group is closed", b"")
@@ -767,7 +767,7 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
 ) -> None:
     world = World(forkserver)
     request.addfinalizer(world.close)
-    store = world.start(workers.come_late_and_put, 1)
+    store = world.start(workers.put_after_late_join, 1)
     with WorkerGroup(None, model, scheme="distributed") as group:
         launcher: Any = group._launcher
         close = launcher.close
@@ -785,7 +785,7 @@ def test_a_rank_that_joins_while_the_group_closes_returns(
 
 
 @pytest.mark.gloo
-def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its_link_returns(
+def test_g10_a_rank_whose_link_was_withdrawn_by_the_closing_group_returns(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: such a rank waited for a link until START had passed (five minutes)."""
@@ -804,11 +804,11 @@ def test_g10_a_rank_that_connects_as_the_group_closes_and_comes_too_late_for_its
             monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "1")
             super().init_on_receiver(**options)
 
-    run_worker(workers.come_late, workers.policy(), scheme=Late())
+    run_worker(workers.must_not_be_called, workers.policy(), scheme=Late())
 
 
 @pytest.mark.gloo
-def test_each_rank_is_told_what_it_has_to_call(
+def test_errors_of_a_group_over_ranks_say_what_each_rank_must_call(
     model: nn.Module, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for call in (lambda: WorkerGroup(None, model, scheme="distributed"), lambda: run_worker(workers.act, model)):
@@ -830,7 +830,7 @@ def test_each_rank_is_told_what_it_has_to_call(
 
 
 @pytest.mark.gloo
-def test_the_ranks_wait_for_no_group_that_could_not_listen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_wait_for_a_group_that_failed_to_listen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setattr(ranks, "_world", lambda: ranks._World(store, 0, 2))
     with monkeypatch.context() as patch:
@@ -844,7 +844,7 @@ def test_the_ranks_wait_for_no_group_that_could_not_listen(model: nn.Module, mon
 
 
 @pytest.mark.gloo
-def test_the_ranks_wait_for_no_group_whose_start_was_interrupted_as_it_got_its_number(
+def test_ranks_do_not_wait_for_a_group_whose_start_was_interrupted(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     def interrupt(*_: object) -> NoReturn:
@@ -893,7 +893,7 @@ def test_g10_a_rank_without_a_note_returns_when_the_start_of_its_group_has_faile
         run_worker(workers.act, model, timeout=0.0)
 
 
-def test_a_model_that_cannot_be_copied_is_refused_with_the_way_out(forkserver: ForkServerContext) -> None:
+def test_a_model_that_cannot_be_copied_is_refused_with_advice_to_give_make_model(forkserver: ForkServerContext) -> None:
     model = nn.Linear(1, 1)
     model.act = lambda: None  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="make_model"):

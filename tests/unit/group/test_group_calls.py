@@ -58,7 +58,7 @@ def fail(error: BaseException) -> object:
     raise error
 
 
-def test_a_second_thread_is_refused_while_one_is_in_a_method_and_does_not_disturb_it() -> None:
+def test_a_call_of_a_second_thread_is_refused_and_does_not_disturb_the_first() -> None:
     group = Group()
     busy = Busy(group)
 
@@ -71,7 +71,7 @@ def test_a_second_thread_is_refused_while_one_is_in_a_method_and_does_not_distur
 
 
 @pytest.mark.parametrize("error", [ValueError("a pole fell"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_call_that_raises_is_over(error: BaseException) -> None:
+def test_after_a_call_that_raised_another_thread_may_call(error: BaseException) -> None:
     group = Group()
     with pytest.raises(type(error)):
         group.send(lambda: fail(error))
@@ -80,13 +80,13 @@ def test_a_call_that_raises_is_over(error: BaseException) -> None:
         assert threads.submit(group.send, lambda: "sent").result(60) == "sent"
 
 
-def test_a_signal_handler_may_make_a_call_in_the_middle_of_another() -> None:
+def test_a_thread_may_nest_calls_as_a_signal_handler_does() -> None:
     group = Group()
 
     assert group.take(lambda: group.send(lambda: "sent")) == "sent"
 
 
-def test_a_call_whose_group_another_thread_closes_says_so_whatever_it_meets() -> None:
+def test_a_call_whose_group_another_thread_closes_raises_state_error_whatever_fails_in_it() -> None:
     for error in (ClosedMeanwhile(), ValueError("a file descriptor cannot be negative")):
         group = Group()
         busy = Busy(group)
@@ -102,7 +102,7 @@ def test_a_call_whose_group_another_thread_closes_says_so_whatever_it_meets() ->
             busy.taken.result(60)
 
 
-def test_an_error_of_the_users_own_stays_if_the_same_thread_has_closed_the_group() -> None:
+def test_a_users_error_is_raised_unchanged_if_the_same_thread_has_closed_the_group() -> None:
     group = Group()
 
     def close_and_fail() -> None:
@@ -113,7 +113,7 @@ def test_an_error_of_the_users_own_stays_if_the_same_thread_has_closed_the_group
         group.send(close_and_fail)
 
 
-def test_a_group_is_closed_while_another_thread_waits_for_its_results(make: Make) -> None:
+def test_a_group_can_be_closed_while_another_thread_waits_for_results(make: Make) -> None:
     with make(workers.put_nothing) as group, ThreadPoolExecutor(1, "taker") as threads:
         waiting = threads.submit(next, group.results())
         while not group._calls.under_way and not waiting.done():

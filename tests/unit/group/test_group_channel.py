@@ -53,7 +53,7 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
+def test_only_invited_workers_are_admitted_and_only_once(
     reception: ChannelListener, caplog: pytest.LogCaptureFixture
 ) -> None:
     invitation, end = reception.expect()
@@ -81,14 +81,14 @@ def test_only_a_worker_that_was_invited_is_let_in_and_only_once(
         worker.close()
 
 
-def test_a_life_that_was_given_up_is_not_let_in(reception: ChannelListener) -> None:
+def test_a_worker_whose_life_was_given_up_is_not_admitted(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.close()
     with contextlib.closing(WorkerEnd(invitation.connect(), 1)) as worker:
         admit(reception, until=lambda: worker.stopped)
 
 
-def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception: ChannelListener) -> None:
+def test_all_workers_that_connect_before_the_listener_accepts_are_admitted(reception: ChannelListener) -> None:
     """Regression: of the ranks that waited together, all but the last 64 were dropped, and nothing restarts a rank."""
     expected = [reception.expect() for _ in range(70)]
     with contextlib.ExitStack() as stack:
@@ -100,14 +100,14 @@ def test_all_workers_are_let_in_though_they_connect_while_nobody_looks(reception
             end.close()
 
 
-class Full:
+class ListenerWithoutDescriptors:
     """A listening socket of a process that has no free descriptor."""
 
     def accept(self) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_a_worker_that_there_is_no_descriptor_for_wakes_the_trainer_once_and_is_let_in_later(
+def test_a_worker_without_a_free_descriptor_wakes_the_trainer_once_and_is_admitted_later(
     reception: ChannelListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: every wait of the trainer returned at once."""
@@ -117,7 +117,7 @@ def test_a_worker_that_there_is_no_descriptor_for_wakes_the_trainer_once_and_is_
     with contextlib.closing(WorkerEnd(invitation.connect(), 1)):
         assert poller.poll(60_000)
         with monkeypatch.context() as full:
-            full.setattr(reception, "_listener", Full())
+            full.setattr(reception, "_listener", ListenerWithoutDescriptors())
             for _ in range(2):
                 reception.admit()
                 assert not poller.poll(0)
@@ -127,7 +127,7 @@ def test_a_worker_that_there_is_no_descriptor_for_wakes_the_trainer_once_and_is_
         end.close()
 
 
-def test_a_worker_hears_what_was_said_before_it_connected(reception: ChannelListener) -> None:
+def test_a_worker_receives_announcements_made_before_it_connected(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.announce(7)
     end.stop()
@@ -137,7 +137,7 @@ def test_a_worker_hears_what_was_said_before_it_connected(reception: ChannelList
     end.close()
 
 
-def test_a_worker_that_does_not_listen_delays_no_announcement_and_hears_the_newest() -> None:
+def test_a_worker_that_does_not_read_delays_no_announcement_and_gets_the_newest() -> None:
     near, far = socket.socketpair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     end, worker = TrainerEnd(near), WorkerEnd(far, 1)
@@ -168,7 +168,7 @@ def results_of(end: TrainerEnd, count: int) -> list[Put]:
     return found
 
 
-def test_results_of_several_threads_arrive_whole_and_never_more_than_there_is_room_for() -> None:
+def test_results_of_several_threads_arrive_whole_and_within_the_capacity() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
     threads = [threading.Thread(target=worker.put, args=(bytes([k]) * (1 << 20), tuple)) for k in range(4)]
@@ -188,7 +188,7 @@ def test_results_of_several_threads_arrive_whole_and_never_more_than_there_is_ro
     worker.close()
 
 
-def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next() -> None:
+def test_a_result_interrupted_by_a_signal_handler_arrives_whole_with_the_next() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=2)
     struck = threading.Event()
@@ -198,21 +198,21 @@ def test_a_result_that_a_signal_handler_interrupts_arrives_whole_with_the_next()
             struck.set()
             raise Interrupt
 
-    def strike() -> None:
+    def send_signals() -> None:
         """Send signals once a part is written. One may come just before the wait and not end it, so repeat them."""
         select.select([near], [], [], 60)
         while not struck.wait(0.01):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    striking = threading.Thread(target=strike)
-    striking.start()
+    signalling = threading.Thread(target=send_signals)
+    signalling.start()
     try:
         with pytest.raises(Interrupt):
             worker.put(bytes(1 << 24), tuple)  # the trainer reads nothing
     finally:
         struck.set()
-        striking.join()
+        signalling.join()
         signal.signal(signal.SIGALRM, before)
     thread = threading.Thread(target=worker.put, args=("next", tuple))
     thread.start()
@@ -276,7 +276,9 @@ def test_a_signal_handler_may_put_a_result_while_its_thread_waits_for_room() -> 
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["waits for room", "writes"])
-def test_a_thread_that_puts_as_the_function_returns_is_told_so(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_while_the_workers_function_returns_raises_sender_closed(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: `put` raised a bare ValueError about a negative descriptor."""
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
@@ -330,7 +332,7 @@ def test_a_trainer_that_is_interrupted_while_it_reads_results_loses_none() -> No
     worker.close()
 
 
-def test_a_put_that_waits_over_tcp_as_the_trainer_closes_does_not_pass_for_one_that_was_sent(
+def test_a_put_that_waits_over_tcp_raises_sender_closed_when_the_trainer_closes(
     reception: ChannelListener,
 ) -> None:
     """TCP accepts the first bytes that are written to a connection after the other end has closed it."""
@@ -345,7 +347,7 @@ def test_a_put_that_waits_over_tcp_as_the_trainer_closes_does_not_pass_for_one_t
     worker.close()
 
 
-def test_a_word_about_waiting_never_waits_for_the_trainer() -> None:
+def test_held_and_released_messages_never_wait_for_the_trainer() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
     putting = threading.Thread(target=worker.put, args=(bytes(1 << 24), tuple))
@@ -361,7 +363,7 @@ def test_a_word_about_waiting_never_waits_for_the_trainer() -> None:
     worker.close()
 
 
-def test_the_versions_of_a_result_that_cannot_be_pickled_are_those_of_the_next_one_too() -> None:
+def test_a_result_that_cannot_be_pickled_leaves_its_versions_for_the_next_result() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
     asked: list[str] = []
@@ -388,7 +390,7 @@ class Interrupted:
         return int, ()
 
 
-def test_what_a_signal_handler_raises_while_a_result_is_pickled_is_raised_by_put() -> None:
+def test_put_raises_the_error_of_a_signal_handler_that_interrupts_pickling() -> None:
     near, far = socket.socketpair()
     end, worker = TrainerEnd(near), WorkerEnd(far, capacity=1)
     before = signal.signal(signal.SIGALRM, raise_timeout)
@@ -408,13 +410,13 @@ def raise_timeout(*_: object) -> None:
     raise TimeoutError("out of time")
 
 
-def test_an_invitation_shows_no_key(reception: ChannelListener) -> None:
+def test_the_repr_of_an_invitation_does_not_show_the_key(reception: ChannelListener) -> None:
     invitation: Invitation = reception.expect()[0]
     assert "a secret" not in repr(invitation)
     assert (invitation.proof == invitation.token) == (invitation.key is None)
 
 
-class Striking:
+class SignallingSocket:
     """A socket on which a signal arrives after each write."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -429,13 +431,13 @@ class Striking:
         return nbytes
 
 
-def test_what_was_written_before_a_signal_handler_raised_is_not_written_again() -> None:
+def test_bytes_written_before_a_signal_handler_raises_are_not_written_again() -> None:
     def interrupt(*_: object) -> None:
         raise Interrupt
 
     near, far = socket.socketpair()
     trainer, worker = TrainerEnd(near), WorkerEnd(far, 1)
-    trainer._sock, worker._sock = Striking(near), Striking(far)  # type: ignore[assignment]
+    trainer._sock, worker._sock = SignallingSocket(near), SignallingSocket(far)  # type: ignore[assignment]
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(Interrupt):

@@ -99,7 +99,7 @@ def test_a_function_that_no_worker_can_run_is_refused_at_once(
         ({"scheme": "distributed"}, r"^scheme= is 'distributed': give a new DistributedWeightSyncScheme, or leave"),
     ],
 )
-def test_a_rank_without_a_model_is_told_before_it_joins_the_group(
+def test_run_worker_refuses_invalid_arguments_before_it_joins_the_group(
     given: dict[str, Any], match: str, model: nn.Module
 ) -> None:
     with pytest.raises(ConfigurationError, match=match):
@@ -109,11 +109,11 @@ def test_a_rank_without_a_model_is_told_before_it_joins_the_group(
 @pytest.mark.parametrize(
     "run", [workers.act, functools.partial(act_with_more, games=2), AsyncActor().act.__get__, print, lambda *_: None]
 )
-def test_what_can_be_called_with_a_worker_is_taken(run: Any) -> None:
+def test_any_callable_that_takes_a_worker_is_accepted(run: Any) -> None:
     assert function.require_run(run) is run
 
 
-def test_a_module_called_ray_that_is_not_ray_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_named_ray_that_is_not_ray_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # a user's folder, or Ray while it is imported
 
     assert function.require_run(workers.act) is workers.act
@@ -129,7 +129,7 @@ def test_a_module_called_ray_that_is_not_ray_changes_nothing(monkeypatch: pytest
         (act_async, r"make_model= is act_async\(\), an async function: give a function"),
     ],
 )
-def test_what_makes_no_model_is_refused_at_once(made: Any, named: str, make: Make) -> None:
+def test_an_invalid_make_model_is_refused_at_once(made: Any, named: str, make: Make) -> None:
     with pytest.raises(ConfigurationError, match=named):
         make(workers.act, make_model=made)
 
@@ -142,14 +142,14 @@ def test_what_makes_no_model_is_refused_at_once(made: Any, named: str, make: Mak
         (workers.act_by_generator, r"returned what a generator function makes, whose body has not run"),
     ],
 )
-def test_a_function_that_hides_a_coroutine_or_a_generator_fails_in_its_worker(
+def test_a_function_that_returns_a_coroutine_or_generator_fails_in_its_worker(
     run: Any, reason: str, make_over: Make
 ) -> None:
     with make_over(run) as group, pytest.raises(WorkerFailedError, match=reason):
         list(group.results())
 
 
-def test_a_model_maker_that_returns_no_model_fails_in_its_worker(make: Make) -> None:
+def test_a_make_model_that_returns_no_model_fails_in_its_worker(make: Make) -> None:
     named = r"(?s)make_model= \(nothing\(\)\) returned None.*nn\.Module.*would fail in the same way"
     with (
         make(workers.act, make_model=workers.nothing) as group,
@@ -159,13 +159,13 @@ def test_a_model_maker_that_returns_no_model_fails_in_its_worker(make: Make) -> 
     assert "max_restarts" not in str(failed.value)
 
 
-def test_an_async_function_runs_as_the_refusal_says(make: Make) -> None:
-    with make(workers.act_in_a_loop) as group:
+def test_an_async_function_runs_if_wrapped_as_the_refusal_advises(make: Make) -> None:
+    with make(workers.act_by_asyncio_run) as group:
         assert [result.value for result in group.results()] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("make_over", [RAY], indirect=True)
-def test_what_cannot_be_pickled_for_an_actor_is_named_and_leaves_nothing(make_over: Make) -> None:
+def test_an_unpicklable_function_for_an_actor_is_named_and_starts_nothing(make_over: Make) -> None:
     lock = threading.Lock()
 
     def act(worker: Worker) -> None:
@@ -183,7 +183,7 @@ def test_what_cannot_be_pickled_for_an_actor_is_named_and_leaves_nothing(make_ov
         group.start()
 
 
-def test_what_cannot_be_pickled_for_a_process_is_named(make: Make) -> None:
+def test_an_unpicklable_function_for_a_process_is_named(make: Make) -> None:
     def act(worker: Worker) -> None: ...
 
     with pytest.raises(ConfigurationError, match=r"cannot be pickled \(run= is act\(\); .*top level of a module"):

@@ -58,7 +58,7 @@ def sends_and_waits(group: WorkerGroup) -> SyncReport:
 
 @pytest.mark.parametrize("send", [sends, sends_and_waits])
 @pytest.mark.parametrize("make_over", [SHARED, PIPES, RAY], indirect=True)
-def test_what_is_sent_while_no_worker_lives_reaches_the_first_that_is_restarted(
+def test_weights_sent_while_no_worker_lives_reach_the_first_restarted_worker(
     make_over: Make, model: nn.Linear, send: Callable[[WorkerGroup], SyncReport]
 ) -> None:
     with make_over(workers.act, 1, max_restarts=1, restart_delay=3600.0) as group:
@@ -76,7 +76,7 @@ def test_what_is_sent_while_no_worker_lives_reaches_the_first_that_is_restarted(
         assert group.version == 2
 
 
-def test_an_update_that_awaits_the_one_before_is_announced_though_a_worker_was_lost_meanwhile(make: Make) -> None:
+def test_an_update_that_waits_for_the_previous_one_is_announced_even_if_a_worker_was_lost(make: Make) -> None:
     with make(workers.act, 2, max_restarts=1, restart_delay=3600.0) as group:
         next(group.results())
         group.wait_async()
@@ -87,7 +87,7 @@ def test_an_update_that_awaits_the_one_before_is_announced_though_a_worker_was_l
         assert report[0].kind is OutcomeKind.LOST
 
 
-def test_a_worker_that_is_not_restarted_fails_each_send_to_nobody(make: Make) -> None:
+def test_send_and_wait_async_raise_if_all_workers_died_without_restarts(make: Make) -> None:
     with make(workers.act, 1) as group:
         next(group.results())
         kill_all(group)
@@ -105,15 +105,15 @@ def a_minute_passes_during_a_send(group: WorkerGroup) -> AbstractContextManager[
 
 def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:
     options = {"deadline": 60.0, "max_staleness": 0, "max_restarts": 1, "restart_delay": 0.0}
-    with make(workers.hold_a_step_for_ever_first, 1, **options) as group:
+    with make(workers.hold_a_step_forever_in_first_life, 1, **options) as group:
         assert next(group.results()).value == 0
         with a_minute_passes_during_a_send(group):
             assert group.send(timeout=600.0)[0].kind is OutcomeKind.LOST
         assert "it gave no result for 60.0 s" in group.failures[0].reason
 
 
-def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(make: Make) -> None:
-    with make(workers.hold_a_step_for_ever_first, 1, max_restarts=1, restart_delay=0.0) as group:
+def test_wait_async_does_not_kill_a_worker_that_was_already_restarted(make: Make) -> None:
+    with make(workers.hold_a_step_forever_in_first_life, 1, max_restarts=1, restart_delay=0.0) as group:
         assert next(group.results()).value == 0
         group.send_async()
         group.processes[0].kill()
@@ -123,11 +123,11 @@ def test_a_wait_leaves_a_worker_alone_that_was_lost_and_is_restarted_already(mak
         assert next(group.results()).value == 1
 
 
-def test_each_restart_is_an_event_that_says_why_and_is_counted(make: Make) -> None:
+def test_each_restart_is_counted_and_is_an_event_with_its_reason(make: Make) -> None:
     registry = CollectorRegistry()
     counted = Metrics(registry)
     seen: list[SyncEvent] = []
-    with make(workers.fail_first, 2, max_restarts=1, restart_delay=0.0) as group:
+    with make(workers.fail_in_first_life, 2, max_restarts=1, restart_delay=0.0) as group:
         counted.watch(group.scheme)
         group.scheme.on_event(seen.append)
         results = [result.value for result in group.results()]
@@ -145,8 +145,8 @@ def test_each_restart_is_an_event_that_says_why_and_is_counted(make: Make) -> No
 
 
 @pytest.mark.parametrize("make_over", [RANKS], indirect=True)
-def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) -> None:
-    with make_over(workers.hold_a_step_for_ever_first, 1, deadline=60.0, max_staleness=0) as group:
+def test_a_send_does_not_wait_for_a_rank_that_was_given_up(make_over: Make) -> None:
+    with make_over(workers.hold_a_step_forever_in_first_life, 1, deadline=60.0, max_staleness=0) as group:
         assert next(group.results()).value == 0
         with a_minute_passes_during_a_send(group):
             assert group.send(timeout=600.0, on_failure="report")[0].kind is OutcomeKind.LOST  # the link lives on
@@ -154,7 +154,7 @@ def test_no_answer_of_a_rank_that_was_given_up_is_waited_for(make_over: Make) ->
             next(group.results())
 
 
-def test_a_worker_that_a_real_time_signal_ends_has_failed_as_any_that_dies(make: Make) -> None:
+def test_a_worker_killed_by_a_real_time_signal_is_reported_as_failed(make: Make) -> None:
     with make(workers.act) as group:
         next(group.results())
         os.kill(group.processes[0].pid, signal.SIGRTMIN + 6)
@@ -163,7 +163,7 @@ def test_a_worker_that_a_real_time_signal_ends_has_failed_as_any_that_dies(make:
         assert list(group.results()) == []
 
 
-def test_a_close_that_is_refused_changes_nothing(make: Make) -> None:
+def test_a_close_with_an_invalid_timeout_changes_nothing(make: Make) -> None:
     with make(workers.act) as group:
         for timeout in (-1.0, float("nan")):
             with pytest.raises(ConfigurationError, match="Nothing has changed"):

@@ -19,7 +19,7 @@ from weightsync.group.members import Member, Members
 from weightsync.protocol.sender import LinkState
 
 #: Methods that a group does not have.
-OTHERS = re.compile(r"(add_worker|remove_worker|abandon|init_on_\w+|register_\w+|connect|poll|receive)\(\)")
+FOREIGN_METHODS = re.compile(r"(add_worker|remove_worker|abandon|init_on_\w+|register_\w+|connect|poll|receive)\(\)")
 
 
 def refused_before_the_first_version_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def died_before_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
 ORDERS = [refused_before_the_first_version_is_sent, refused_before_the_death_is_seen, died_before_the_send]
 
 
-def test_a_killed_worker_is_named_with_the_version_that_it_served_and_where_to_look(make: Make) -> None:
+def test_the_error_for_a_killed_worker_names_its_version_and_where_to_look(make: Make) -> None:
     with make(workers.act, capacity=1) as group:
         await_results(group)
         os.kill(group.processes[0].pid, signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_killed_worker_is_named_with_the_version_that_it_served_and_where_to_l
     assert "run out of memory: see the kernel's log" in str(caught.value)
 
 
-def test_a_worker_whose_model_does_not_fit_says_which_argument_makes_one_that_does(make: Make) -> None:
+def test_the_error_for_a_worker_model_that_does_not_fit_advises_make_model(make: Make) -> None:
     with (
         make(workers.act, make_model=workers.biased) as group,
         pytest.raises(WorkerFailedError, match=r"(?s)refused the trainer's weights .* missing 'bias'.*make_model="),
@@ -89,7 +89,7 @@ def test_a_worker_whose_model_does_not_fit_says_which_argument_makes_one_that_do
 @pytest.mark.parametrize("ask", [WorkerGroup.send, WorkerGroup.wait_async])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("make_over", [SHARED, PIPES], indirect=True)
-def test_a_worker_whose_model_does_not_fit_has_failed_whatever_the_trainer_hears_first(
+def test_a_worker_whose_model_does_not_fit_fails_in_any_order_of_events(
     make_over: Make,
     order: Callable[[pytest.MonkeyPatch], None],
     ask: Callable[[WorkerGroup], object],
@@ -100,11 +100,11 @@ def test_a_worker_whose_model_does_not_fit_has_failed_whatever_the_trainer_hears
         ask(group)
     reason = r"this worker refused the trainer's weights before its first version: .* missing 'bias'.*make_model="
     assert re.search(reason, caught.value.reason)
-    assert OTHERS.findall(str(caught.value)) == []
+    assert FOREIGN_METHODS.findall(str(caught.value)) == []
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_worker_whose_model_does_not_fit_is_restarted_as_any_that_fails(
+def test_a_worker_whose_model_does_not_fit_is_restarted_in_any_order_of_events(
     make: Make, order: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order(monkeypatch)
@@ -115,53 +115,53 @@ def test_a_worker_whose_model_does_not_fit_is_restarted_as_any_that_fails(
 
 
 @pytest.mark.parametrize("make_over", [RANKS], indirect=True)
-def test_a_rank_whose_model_does_not_fit_has_failed_as_a_process_has(make_over: Make) -> None:
+def test_a_rank_whose_model_does_not_fit_fails(make_over: Make) -> None:
     with make_over(workers.act, rank_model=workers.biased) as group:
         with pytest.raises(WorkerFailedError, match="missing 'bias'") as caught:
             group.send()
-        assert OTHERS.findall(str(caught.value).replace("run_worker()", "")) == []
+        assert FOREIGN_METHODS.findall(str(caught.value).replace("run_worker()", "")) == []
 
 
 @pytest.mark.parametrize("make_over", [RAY], indirect=True)
-def test_an_actor_whose_model_does_not_fit_has_failed_as_a_process_has(make_over: Make) -> None:
+def test_an_actor_whose_model_does_not_fit_fails(make_over: Make) -> None:
     with make_over(workers.act, make_model=workers.biased) as group:
         with pytest.raises(WorkerFailedError, match="missing 'bias'") as caught:
             group.send()
-        assert OTHERS.findall(str(caught.value)) == []
+        assert FOREIGN_METHODS.findall(str(caught.value)) == []
 
 
-def test_a_send_that_no_worker_answers_in_time_says_what_a_groups_user_can_do(make: Make) -> None:
+def test_the_timeout_of_a_groups_send_advises_only_methods_of_the_group(make: Make) -> None:
     with make(workers.act, make_model=workers.slow_model) as group:
         for send in (lambda: group.send(timeout=0.0), lambda: group.send_async(on_pending="wait", timeout=0.0)):
             with pytest.raises(AckTimeoutError) as caught:
                 send()
-            assert OTHERS.findall(str(caught.value)) == []
+            assert FOREIGN_METHODS.findall(str(caught.value)) == []
             assert "worker 0: TIMED_OUT (it has been starting for" in str(caught.value)
             assert "the next send() or send_async() supersedes it" in str(caught.value)
         with pytest.raises(StateError) as refused:
             group.send_async(on_pending="raise")
-        assert OTHERS.findall(str(refused.value)) == []
+        assert FOREIGN_METHODS.findall(str(refused.value)) == []
         assert "version 2 still awaits worker 0. Call wait_async(), or leave out on_pending=" in str(refused.value)
 
 
-def test_a_wait_for_nothing_says_what_can_be_waited_for(make: Make) -> None:
+def test_wait_async_without_an_outstanding_update_raises_with_advice(make: Make) -> None:
     with make(workers.act) as group:
         group.send()
         with pytest.raises(StateError, match=r"^wait_async\(\): no update is outstanding\. send_async\(\)") as caught:
             group.wait_async()
-    assert OTHERS.findall(str(caught.value)) == []
+    assert FOREIGN_METHODS.findall(str(caught.value)) == []
     assert "results" in caught.value.allowed
 
 
-def test_a_result_that_cannot_be_pickled_is_named_with_what_can(make: Make) -> None:
+def test_the_error_for_a_result_that_cannot_be_pickled_advises_what_to_put(make: Make) -> None:
     with (
-        make(workers.put_what_cannot_be_pickled) as group,
+        make(workers.put_unpicklable_result) as group,
         pytest.raises(WorkerFailedError, match=r"put\(\) was given a function that cannot be pickled .*: put tensors"),
     ):
         list(group.results())
 
 
-def test_a_group_that_was_not_entered_or_has_ended_says_what_to_do(make: Make) -> None:
+def test_errors_of_a_group_that_was_not_started_or_has_ended_say_what_to_do(make: Make) -> None:
     group = make(workers.act)
     with pytest.raises(StateError, match=r"group\.sender: no worker runs yet\. Enter the group by `with`"):
         print(group.sender)

@@ -150,15 +150,15 @@ def says(member: Member, lives: Lives, *frames: Frame) -> None:
     member.read()
 
 
-def fed_over(link: Link) -> tuple[Feed, Members]:
+def members_with_link(link: Link) -> tuple[Feed, Members]:
     feed = Feed(link)
     return feed, Members({}, lambda: feed)
 
 
-def test_the_sender_goes_on_when_its_link_has_something_for_it_and_that_ends_a_wait() -> None:
+def test_data_on_a_link_ends_a_wait_and_drives_the_sender() -> None:
     near, far = socket.socketpair()
     with near, far:
-        feed, members = fed_over(Link(near.fileno()))
+        feed, members = members_with_link(Link(near.fileno()))
         members.pump()
         assert feed.drives == 0
         far.send(b"an answer")
@@ -168,8 +168,8 @@ def test_the_sender_goes_on_when_its_link_has_something_for_it_and_that_ends_a_w
 
 
 @pytest.mark.parametrize("link", [Link(), Link(fails=True)])
-def test_a_link_without_a_descriptor_is_looked_at_again_and_again(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    feed, members = fed_over(link)
+def test_a_link_without_a_descriptor_is_polled_periodically(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, members = members_with_link(link)
     naps: list[float] = []
     monkeypatch.setattr("select.poll", lambda: Poller(naps))
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_link_without_a_descriptor_is_looked_at_again_and_again(link: Link, mo
     assert naps == [101.0] * 2  # milliseconds
 
 
-def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeClock, lives: Lives) -> None:
+def test_a_worker_that_puts_no_result_within_its_deadline_is_killed(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, capacity=2)
     says(member, lives, Started())
     clock.advance(9.0)
@@ -196,7 +196,7 @@ def test_a_worker_is_overdue_if_it_puts_nothing_for_its_deadline(clock: FakeCloc
     assert error.remote_traceback == "in act"
 
 
-def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock, lives: Lives) -> None:
+def test_time_that_a_worker_waits_for_room_does_not_count_toward_its_deadline(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, capacity=1)
     says(member, lives, Started(), Put((1,), b""))  # the channel is full now
     for _ in range(5):
@@ -205,7 +205,9 @@ def test_time_in_which_it_waits_for_the_trainer_does_not_count(clock: FakeClock,
     assert not member.dead
 
 
-def test_time_in_which_it_says_that_it_waits_for_a_newer_version_does_not_count(clock: FakeClock, lives: Lives) -> None:
+def test_time_that_a_worker_waits_for_a_newer_version_does_not_count_toward_its_deadline(
+    clock: FakeClock, lives: Lives
+) -> None:
     member = started(lives)
     says(member, lives, Started(), Held())
     for _ in range(5):
@@ -220,7 +222,9 @@ def test_time_in_which_it_says_that_it_waits_for_a_newer_version_does_not_count(
     assert member.dead
 
 
-def test_time_in_which_the_trainer_reads_a_large_result_does_not_count(clock: FakeClock, lives: Lives) -> None:
+def test_time_that_the_trainer_reads_a_large_result_does_not_count_toward_the_deadline(
+    clock: FakeClock, lives: Lives
+) -> None:
     member = started(lives)
     says(member, lives, Started())
     for _ in range(3):
@@ -235,7 +239,9 @@ def test_time_in_which_the_trainer_reads_a_large_result_does_not_count(clock: Fa
     assert member.dead
 
 
-def test_a_result_after_its_last_word_counts_and_it_has_finished(clock: FakeClock, lives: Lives) -> None:
+def test_a_result_put_after_the_function_returned_counts_and_the_worker_has_finished(
+    clock: FakeClock, lives: Lives
+) -> None:
     member = started(lives)
     lives.channels[-1].frames += [Started(), Finished(), Put((1,), b"by a thread")]
     assert len(member.read()) == 1
@@ -244,7 +250,7 @@ def test_a_result_after_its_last_word_counts_and_it_has_finished(clock: FakeCloc
     assert member.over
 
 
-def test_a_worker_that_does_not_start_is_killed_whoever_waits_for_whom(clock: FakeClock, lives: Lives) -> None:
+def test_a_worker_that_does_not_start_in_time_is_killed_even_without_a_deadline(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, deadline=None)
     clock.advance((seconds(Timeout.START) or 0) + 1)
     member.do_what_is_due()
@@ -253,7 +259,9 @@ def test_a_worker_that_does_not_start_is_killed_whoever_waits_for_whom(clock: Fa
     assert "did not start in time" in error.reason
 
 
-def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClock, lives: Lives) -> None:
+def test_a_worker_whose_process_does_not_end_after_its_function_returned_is_killed(
+    clock: FakeClock, lives: Lives
+) -> None:
     member = started(lives)
     says(member, lives, Started(), Finished())
     assert member.over
@@ -264,7 +272,7 @@ def test_a_worker_that_does_not_end_after_its_last_word_is_killed(clock: FakeClo
     assert member.state is MemberState.FINISHED
 
 
-def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clock: FakeClock, lives: Lives) -> None:
+def test_restart_delays_double_and_restarts_end_at_max_restarts(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, max_restarts=2)
     for delay in (1.0, 2.0):
         says(member, lives, Failed("ValueError: a pole fell", "Traceback", 3))
@@ -286,7 +294,7 @@ def test_restarts_are_delayed_twice_as_long_each_time_and_end_at_their_limit(clo
     assert str(error).endswith("It has been restarted as often as max_restarts=2 allows.")
 
 
-def test_an_error_that_names_an_argument_is_not_met_by_the_advice_to_restart(lives: Lives) -> None:
+def test_the_failure_for_a_configuration_error_in_a_worker_does_not_advise_restarts(lives: Lives) -> None:
     said = []
     for error in (ValueError("a pole fell"), ConfigurationError("make_model= returned None")):
         member = started(lives, max_restarts=0)
@@ -298,7 +306,7 @@ def test_an_error_that_names_an_argument_is_not_met_by_the_advice_to_restart(liv
     assert said[1].endswith("A restarted worker would fail in the same way: correct the argument first.")
 
 
-def test_a_restart_that_fails_is_one_of_those_that_are_allowed(clock: FakeClock, lives: Lives) -> None:
+def test_a_failed_restart_counts_toward_max_restarts(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, max_restarts=2)
     lives.processes[-1].kill()
     member.died()
@@ -314,7 +322,7 @@ def test_a_restart_that_fails_is_one_of_those_that_are_allowed(clock: FakeClock,
     assert str(last).endswith("It has been restarted as often as max_restarts=2 allows.")
 
 
-def test_the_delay_is_bounded_however_often_it_restarts(clock: FakeClock, lives: Lives) -> None:
+def test_the_restart_delay_is_bounded_after_many_restarts(clock: FakeClock, lives: Lives) -> None:
     for delay, longest in ((1.0, 60.0), (0.0, 0.0)):
         member = started(lives, max_restarts=10_000, restart_delay=delay)
         member.restarts = 5_000
@@ -322,7 +330,7 @@ def test_the_delay_is_bounded_however_often_it_restarts(clock: FakeClock, lives:
         assert f"It restarts in {longest:g} s" in str(member.died())
 
 
-def test_what_was_never_restarted_says_what_the_launcher_has_for_it(clock: FakeClock) -> None:
+def test_the_failure_of_a_worker_without_restarts_gives_the_launchers_remedy(clock: FakeClock) -> None:
     for lives, remedy in ((Lives(), GIVE_RESTARTS), (Lives(), RankLauncher.remedy)):
         member = started(lives, max_restarts=0, remedy=remedy)
         lives.processes[-1].kill()
@@ -348,7 +356,7 @@ def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeC
     assert (lives.channels[1].room, member.untaken) == (1, 0)
 
 
-def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, lives: Lives) -> None:
+def test_a_stopped_worker_is_told_to_stop_once_and_not_restarted(clock: FakeClock, lives: Lives) -> None:
     member = started(lives)
     member.stop()
     lives.processes[0].kill()
@@ -362,7 +370,7 @@ def test_a_stopped_worker_is_asked_once_and_not_restarted(clock: FakeClock, live
     assert waiting.state is MemberState.FINISHED
 
 
-def test_a_worker_that_waits_for_a_newer_version_is_not_only_said_to_be_late(lives: Lives) -> None:
+def test_the_timeout_for_a_worker_that_waits_for_a_newer_version_advises_wait_async(lives: Lives) -> None:
     """Such a worker may have refused the newest version, of which results() said nothing."""
     member = started(lives)
     lives.channels[0].frames = [Started()]
@@ -374,35 +382,35 @@ def test_a_worker_that_waits_for_a_newer_version_is_not_only_said_to_be_late(liv
     assert "wait_async() says why" in too_late({0: member})
 
 
-class Unpickled(Exception):
+class ResultError(Exception):
     """Raised in the trainer by the class of a result."""
 
 
-def ends_with(error: type[BaseException]) -> None:
+def raise_error(error: type[BaseException]) -> None:
     raise error
 
 
-class Ending:
+class RaisesWhenUnpickled:
     """A result whose unpickling raises an error."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
 
     def __reduce__(self) -> Any:
-        return ends_with, (self.error,)
+        return raise_error, (self.error,)
 
 
-def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_unpickled_goes(lives: Lives) -> None:
+def test_an_interrupt_while_unpickling_keeps_the_result_and_an_unpickling_error_drops_it(lives: Lives) -> None:
     members = Members({0: (member := started(lives))}, lambda: None)
     (channel,) = lives.channels
-    channel.frames = [Put((1,), pickle.dumps(Ending(error))) for error in (KeyboardInterrupt, Unpickled)]
+    channel.frames = [Put((1,), pickle.dumps(RaisesWhenUnpickled(error))) for error in (KeyboardInterrupt, ResultError)]
     members.results += member.read()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             members.take_first()
         assert (len(members.results), channel.room) == (2, 0)
     members.results.rotate()
-    with pytest.raises(Unpickled):
+    with pytest.raises(ResultError):
         members.take_first()
     assert (len(members.results), channel.room) == (1, 1)
 
@@ -411,22 +419,22 @@ def test_an_interrupt_while_a_result_is_unpickled_leaves_it_and_what_cannot_be_u
 HANDLER: list[Callable[[], Any]] = []
 
 
-def handles(value: Any) -> Any:
+def run_handlers(value: Any) -> Any:
     while HANDLER:
         HANDLER.pop()()
     return value
 
 
-class Handling:
+class RunsHandlerWhenUnpickled:
     """A result during whose unpickling a signal handler runs."""
 
     def __reduce__(self) -> Any:
-        return handles, ("first",)
+        return run_handlers, ("first",)
 
 
 @pytest.mark.parametrize("more", [["second", "third"], ["second"], []])
 @pytest.mark.parametrize("when", ["unpickled", "about to be taken off", "taken off"])
-def test_a_result_that_a_signal_handler_has_taken_is_not_taken_again_and_no_other_for_it(
+def test_a_signal_handler_that_takes_results_causes_neither_duplicates_nor_losses(
     when: str, more: list[str], lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take() -> None:
@@ -436,7 +444,7 @@ def test_a_result_that_a_signal_handler_has_taken_is_not_taken_again_and_no_othe
     taken: list[Any] = []
     members = Members({0: (member := started(lives))}, lambda: None)
     (channel,) = lives.channels
-    first = Handling() if when == "unpickled" else "first"
+    first = RunsHandlerWhenUnpickled() if when == "unpickled" else "first"
     channel.frames = [Put((1,), pickle.dumps(each)) for each in (first, *more)]
     members.results += member.read()
     before = signal.signal(signal.SIGUSR1, lambda *_: take())
@@ -470,7 +478,7 @@ def test_a_result_that_a_signal_handler_has_taken_is_not_taken_again_and_no_othe
     assert (channel.room, member.untaken, len(members.results)) == (1 + len(more), 0, 0)
 
 
-def test_g10_an_interrupt_while_a_life_begins_leaves_no_process_that_nobody_ends(lives: Lives) -> None:
+def test_g10_a_process_whose_start_is_interrupted_is_still_ended_by_release(lives: Lives) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -491,7 +499,7 @@ def test_g10_an_interrupt_while_a_life_begins_leaves_no_process_that_nobody_ends
     assert [process.dead for process in lives.processes] == [True]
 
 
-def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_count_of_what_is_in_flight(
+def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_the_result_nor_its_room(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -521,7 +529,7 @@ def test_an_interrupt_while_a_result_is_read_or_taken_loses_neither_it_nor_the_c
     assert (members.take_first()[1], channel.room, member.untaken, len(members.results)) == ("one", 1, 0, 0)
 
 
-def test_an_interrupt_while_a_dead_worker_is_seen_to_loses_no_failure(
+def test_an_interrupt_while_a_dead_worker_is_handled_loses_no_failure(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: `failures` lacked it, `results` ended, and the next send raised IndexError or StopIteration."""
@@ -552,7 +560,7 @@ def test_an_interrupt_while_a_dead_worker_is_seen_to_loses_no_failure(
         members.require_one()
 
 
-def test_a_failure_that_is_raised_again_has_the_traceback_of_that_time_alone(lives: Lives) -> None:
+def test_a_failure_that_is_raised_repeatedly_does_not_accumulate_tracebacks(lives: Lives) -> None:
     members = Members({0: started(lives, max_restarts=0)}, lambda: None)
     lives.processes[0].dead = True
     members.pump()

@@ -13,7 +13,7 @@ from weightsync.group.pickling import pickled, unpickled
 from weightsync.weights.tensors import DTYPES, bits_of
 
 
-def returned(tensor: Tensor) -> Tensor:
+def round_trip(tensor: Tensor) -> Tensor:
     """A tensor as the trainer gets it, after checks that it is the same as the one that a worker has put."""
     found: Tensor = pickle.loads(pickled(tensor))
     assert (type(found), found.dtype, found.shape) == (type(tensor), tensor.dtype, tensor.shape)
@@ -24,12 +24,12 @@ def returned(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_tensors_of_every_dtype_arrive_bit_by_bit(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_arrive_bit_identical(dtype: torch.dtype) -> None:
     numbers = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
     tensor = (numbers % 2 if dtype is torch.bool else numbers).view(dtype).view(2, 3)
 
     for each in (tensor, tensor[1:], tensor[:0], tensor[0, 0]):
-        returned(each)
+        round_trip(each)
 
 
 def test_a_view_is_sent_without_the_rest_of_its_storage() -> None:
@@ -53,15 +53,15 @@ def test_a_view_is_sent_without_the_rest_of_its_storage() -> None:
     ],
     ids=["permuted", "slice-of-transposed", "computed", "parameter"],
 )
-def test_elements_are_written_as_they_lie_in_memory_with_strides_and_gradients(tensor: Tensor) -> None:
-    returned(tensor)
+def test_strided_tensors_and_tensors_with_gradients_are_not_pickled_by_torch(tensor: Tensor) -> None:
+    round_trip(tensor)
 
     assert b"torch.storage" not in bytes(pickled(tensor))  # not pickled by torch
 
 
-def test_what_arrived_is_memory_of_its_own_that_can_be_written() -> None:
+def test_unpickled_tensors_own_writable_memory() -> None:
     tensor = torch.zeros(4)
-    found = returned(tensor)
+    found = round_trip(tensor)
     found += 1
 
     assert tensor.tolist() == [0] * 4
@@ -79,11 +79,11 @@ def test_what_arrived_is_memory_of_its_own_that_can_be_written() -> None:
     ],
     ids=["parameter", "requires-grad", "transposed", "expanded", "conjugated", "negated"],
 )
-def test_a_tensor_that_is_more_than_its_elements_arrives_as_it_was(tensor: Tensor) -> None:
-    returned(tensor)
+def test_parameters_views_and_conjugated_tensors_arrive_unchanged(tensor: Tensor) -> None:
+    round_trip(tensor)
 
 
-def test_attributes_and_identities_arrive() -> None:
+def test_tensor_attributes_and_identities_are_preserved() -> None:
     tensor, marked = torch.ones(2), torch.ones(2)
     marked.origin = "here"  # type: ignore[attr-defined]
 
@@ -93,13 +93,13 @@ def test_attributes_and_identities_arrive() -> None:
     assert found.origin == "here"
 
 
-class Empty:
+class RaisesStopIteration:
     """A value whose unpickling raises StopIteration."""
 
     def __reduce__(self) -> Any:
         return next, (iter(()),)
 
 
-def test_a_value_that_raises_stop_iteration_is_an_error_and_does_not_end_the_iteration_over_results() -> None:
+def test_stop_iteration_while_unpickling_is_an_error_and_does_not_end_the_results() -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        list(iter(lambda: unpickled(pickle.dumps(Empty())), None))
+        list(iter(lambda: unpickled(pickle.dumps(RaisesStopIteration())), None))

@@ -31,7 +31,7 @@ def ppo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop(EXAMPLE.stem)
 
 
-def test_the_ppo_of_the_readme_ends_and_its_workers_act_with_the_versions_that_their_results_name(
+def test_the_readmes_ppo_ends_and_its_results_name_the_versions_that_made_them(
     ppo: ModuleType, monkeypatch: pytest.MonkeyPatch, forkserver: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
@@ -75,5 +75,5 @@ def _log_probs(
         return Categorical(logits=policy(seen)[:, :2]).log_prob(actions)
 
 
-def test_the_readme_shows_that_program() -> None:
+def test_the_readme_shows_the_ppo_program() -> None:
     assert f"```python\n{EXAMPLE.read_text(encoding='utf-8')}```" in (ROOT / "README.md").read_text(encoding="utf-8")

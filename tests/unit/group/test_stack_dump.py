@@ -54,7 +54,7 @@ def _write(theirs: Connection, ours: Connection, pieces: Sequence[bytes]) -> Non
 
 
 @pytest.mark.parametrize("last", [LAST, [b"  ...\n"]], ids=["to the outermost frame", "cut after 100 frames"])
-def test_a_stack_is_read_to_its_end_in_whatever_pieces_it_comes(
+def test_a_stack_that_arrives_in_pieces_is_read_to_its_end(
     answering: Callable[[Sequence[bytes]], StackDump], last: list[bytes]
 ) -> None:
     dump = answering(HEAD + last)
@@ -62,7 +62,7 @@ def test_a_stack_is_read_to_its_end_in_whatever_pieces_it_comes(
     assert dump.stack == b"".join(HEAD + last).decode().strip()
 
 
-def test_of_a_process_that_dies_while_it_writes_as_much_is_told_as_came(
+def test_the_partial_stack_of_a_process_that_dies_while_writing_is_reported(
     answering: Callable[[Sequence[bytes]], StackDump],
 ) -> None:
     assert answering(HEAD).place == "it was at line 7 of /app/train.py, in rollout"

@@ -74,7 +74,7 @@ def steps_of(
     return Steps(receiver, announced, Staleness(limit, on_stale), trainer or Trainer()), announced  # type: ignore[arg-type]
 
 
-def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> None:
+def test_a_step_begins_only_if_its_version_is_within_max_staleness() -> None:
     receiver = Receiver()
     steps, announced = steps_of(receiver, limit=2)
     announced.announce(3)
@@ -90,7 +90,7 @@ def test_a_step_begins_if_its_version_is_not_too_far_behind_and_else_not() -> No
     steps.begin()
 
 
-def test_results_without_any_step_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_results_without_any_step_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     for begins in (True, False):
         steps, _ = steps_of(Receiver(), None)
         for _ in range(4):
@@ -101,7 +101,7 @@ def test_results_without_any_step_are_warned_of_once(caplog: pytest.LogCaptureFi
     assert "A step is a call of worker.model itself" in warned
 
 
-def test_results_that_are_put_inside_a_step_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_results_that_are_put_inside_a_step_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     receiver = Receiver()
     steps, _ = steps_of(receiver, None)
     channel: Any = SimpleNamespace(put=lambda *_: None)
@@ -118,7 +118,7 @@ def test_results_that_are_put_inside_a_step_are_warned_of_once(caplog: pytest.Lo
     assert "Call put() after the block" in warned
 
 
-def test_a_worker_that_blocks_goes_on_with_a_version_that_is_near_enough() -> None:
+def test_a_blocked_worker_continues_once_a_version_within_the_limit_serves() -> None:
     receiver, trainer = Receiver(), Trainer()
     steps, announced = steps_of(receiver, 0, OnStale.BLOCK, trainer)
     steps.begin()
@@ -135,14 +135,16 @@ def test_a_worker_that_blocks_goes_on_with_a_version_that_is_near_enough() -> No
     assert trainer.heard == [Held(), Released()]
 
 
-def test_a_worker_that_blocks_wakes_when_the_group_is_stopped() -> None:
+def test_a_blocked_worker_raises_sender_closed_when_the_group_is_stopped() -> None:
     steps, announced = steps_of(Receiver(), 0, OnStale.BLOCK, Trainer(stopped=True))
     announced.announce(2)
     with pytest.raises(SenderClosed, match="stopped"):
         steps.begin()
 
 
-def test_a_worker_whose_wait_a_signal_handler_ends_counts_as_waiting_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_wait_is_ended_by_a_signal_handler_no_longer_counts_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Regression: after that, the worker's `deadline` never counted again."""
     receiver, trainer = Receiver(), Trainer()
     steps, announced = steps_of(receiver, 0, OnStale.BLOCK, trainer)
@@ -177,14 +179,14 @@ def test_a_signal_handler_may_put_a_result_while_its_thread_puts_one() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_older_announcement_takes_nothing_back() -> None:
+def test_an_older_announcement_does_not_lower_the_announced_version() -> None:
     _, announced = steps_of(Receiver(), None)
     announced.announce(3)
     announced.announce(2)
     assert announced.version == 3
 
 
-def test_a_group_keeps_no_file_in_dev_shm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_works_without_dev_shm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some containers have no /dev/shm, or one that cannot be written to."""
 
     def none(*_: Any) -> str:
@@ -200,7 +202,7 @@ def test_a_group_keeps_no_file_in_dev_shm(make: Make, monkeypatch: pytest.Monkey
         assert [result.value for result in group.results()] == ["holding", "released", 7]
 
 
-def test_the_memory_of_an_announcement_goes_with_it() -> None:
+def test_the_memory_of_an_announcement_is_freed_with_it() -> None:
     gc.collect()  # groups of other tests have announcements too
     before = _open_announcements()
     announced = Announced()
@@ -236,7 +238,9 @@ def test_the_newest_version_is_delivered_while_the_trainer_only_takes_results(
     assert results == [7] if limit == 0 else results == sorted(results)  # results end once the last version serves
 
 
-def test_a_version_is_written_to_its_end_while_the_trainer_only_takes_results(forkserver: ForkServerContext) -> None:
+def test_a_version_larger_than_the_pipe_is_sent_while_the_trainer_only_takes_results(
+    forkserver: ForkServerContext,
+) -> None:
     """The version does not fit into a pipe, so the worker reads while the trainer writes."""
     model = nn.Linear(1 << 11, 1 << 10)
     options: Any = {"scheme": "process", "capacity": 1, "max_staleness": 0, "ctx": forkserver}
@@ -251,7 +255,7 @@ def test_a_version_is_written_to_its_end_while_the_trainer_only_takes_results(fo
 @pytest.mark.parametrize(
     ("make_over", "on_stale"), [(SHARED, each) for each in OnStale] + OVER_TCP, indirect=["make_over"]
 )
-def test_a_worker_begins_no_step_that_is_too_old(make_over: Make, on_stale: OnStale) -> None:
+def test_a_worker_begins_no_step_with_a_version_beyond_max_staleness(make_over: Make, on_stale: OnStale) -> None:
     """The worker holds version 1 in a step while version 2 is dispatched, which it can serve only after that step."""
     with make_over(workers.hold_a_step, capacity=1, max_staleness=0, on_stale=on_stale) as group:
         group.wait_async()

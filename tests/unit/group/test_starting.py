@@ -62,7 +62,7 @@ def test_ctrl_c_does_not_reach_workers_that_still_import(model: nn.Module) -> No
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_a_worker_whose_function_runs_ignores_ctrl_c_and_blocks_nothing(make: Make) -> None:
+def test_a_running_worker_ignores_ctrl_c_and_blocks_no_signals(make: Make) -> None:
     with make(put_mask) as group:
         (result,) = group.results()
 
@@ -80,7 +80,7 @@ def test_a_users_own_fork_server_keeps_its_signals(make: Make, monkeypatch: pyte
     [(None, None), ("<stdin>", None), (__file__, "__main__"), (__file__, "a_package.__main__")],
     ids=["notebook", "stdin", "folder or zip file", "package"],
 )
-def test_a_worker_that_cannot_import_the_program_is_told_where_to_put_what_it_needs(
+def test_the_error_for_a_worker_that_cannot_import_the_program_advises_a_module(
     make: Make, file: str | None, spec: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = ModuleType("__main__")
@@ -90,7 +90,7 @@ def test_a_worker_that_cannot_import_the_program_is_told_where_to_put_what_it_ne
         program.__spec__ = ModuleSpec(spec, None)
     monkeypatch.setitem(sys.modules, "__main__", program)
     with (
-        make(workers.act, make_model=workers.ends_at_once) as group,
+        make(workers.act, make_model=workers.exit_at_once) as group,
         pytest.raises(
             WorkerFailedError,
             match=r"before it had started.*a notebook or at a prompt, or in the __main__\.py .*: put run=.*module",
@@ -107,7 +107,7 @@ def model_of_the_program(monkeypatch: pytest.MonkeyPatch, program: str) -> nn.Mo
     return made
 
 
-def test_a_model_of_a_class_that_a_worker_cannot_import_fails_there_with_the_way_out(
+def test_a_model_whose_class_a_worker_cannot_import_fails_with_advice_to_use_a_module(
     forkserver: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = r"No module named 'notebook_of_weightsync'\): put the model's class into a module"
@@ -119,7 +119,7 @@ def test_a_model_of_a_class_that_a_worker_cannot_import_fails_there_with_the_way
         list(group.results())
 
 
-def test_actors_get_a_model_of_a_class_that_the_program_itself_defines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_get_a_model_whose_class_is_defined_in_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of_the_program(monkeypatch, "__main__")
     asked = GroupArguments(workers.act, model, 1, None, "policy", 2, 0, Staleness(None, OnStale.BLOCK), None, None)
     plan = ActorLauncher(RayWeightSyncScheme(), asked)._plan
@@ -147,7 +147,7 @@ def test_a_forked_child_closes_its_copies_of_the_trainers_ends_of_the_pipes(
     assert launched.endpoint.closed
 
 
-def test_a_start_waits_for_no_worker_to_read_what_it_runs(make: Make, tmp_path: Path) -> None:
+def test_start_does_not_wait_for_workers_to_read_their_function(make: Make, tmp_path: Path) -> None:
     """Regression: with a function larger than a pipe, each start waited, deaf to Ctrl-C, for the import of torch."""
     path = tmp_path / "the group has started"
     with make(partial(workers.act_with, (workers.Late(str(path)), bytes(1 << 20)))) as group:
@@ -157,7 +157,7 @@ def test_a_start_waits_for_no_worker_to_read_what_it_runs(make: Make, tmp_path: 
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
 @pytest.mark.parametrize(("left", "worker"), [(0, 0), (12, 0), (26, 1)])
-def test_without_descriptors_a_group_says_which_limit_to_raise_and_leaves_nothing(
+def test_start_without_free_descriptors_names_the_limit_to_raise_and_leaks_nothing(
     make: Make, left: int, worker: int
 ) -> None:
     with make(workers.act) as group:  # open what is opened only once
@@ -176,7 +176,7 @@ def test_without_descriptors_a_group_says_which_limit_to_raise_and_leaves_nothin
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
 @pytest.mark.parametrize("left", [3, 5, 7])
-def test_what_was_opened_for_a_worker_is_closed_if_the_descriptors_run_out_meanwhile(
+def test_descriptors_opened_for_a_worker_are_closed_if_they_run_out_during_its_start(
     make: Make, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread may take the last descriptors."""
@@ -194,7 +194,7 @@ def test_what_was_opened_for_a_worker_is_closed_if_the_descriptors_run_out_meanw
 
 
 @pytest.mark.untraced("counts descriptors, and a recording has one")
-def test_an_interrupt_while_a_group_looks_whether_descriptors_are_left_leaves_none_open(
+def test_an_interrupt_during_the_check_for_free_descriptors_leaks_none(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> NoReturn:
@@ -244,7 +244,7 @@ def test_a_process_that_cannot_be_watched_is_ended(make: Make, monkeypatch: pyte
         (errno.ENFILE, "Too many open files in"),
     ],
 )
-def test_a_process_that_the_system_does_not_start_is_a_typed_error_too(
+def test_a_process_that_the_system_refuses_to_start_raises_transport_error(
     make: Make, number: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> NoReturn:

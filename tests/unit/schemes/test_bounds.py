@@ -89,7 +89,7 @@ def served(pair: Pair) -> Iterator[Pair]:
     thread.join(PATIENCE)
 
 
-def test_g10_apply_weights_gives_up_on_a_model_that_is_served_all_the_time(served: Pair) -> None:
+def test_g10_apply_weights_times_out_while_another_thread_serves_the_model(served: Pair) -> None:
     weights = small(5.0).state_dict()
     with hours(60), pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads used the model"):
         served.receiver.apply_weights(weights)
@@ -99,7 +99,7 @@ def test_g10_apply_weights_gives_up_on_a_model_that_is_served_all_the_time(serve
     assert (served.receiver.version, constants(served.model)) == (1, {1.0})
 
 
-def test_g10_ack_and_nack_give_up_and_the_update_stays_pending(served: Pair) -> None:
+def test_g10_ack_and_nack_time_out_while_the_model_is_served_and_the_update_stays_pending(served: Pair) -> None:
     served.sender.send_async()
     assert served.receiver.take_update(timeout=PATIENCE) is not None
     with pytest.raises(ModelBusyError):
@@ -110,7 +110,7 @@ def test_g10_ack_and_nack_give_up_and_the_update_stays_pending(served: Pair) -> 
     assert served.receiver.owes_ack
 
 
-def test_an_answer_of_a_wrong_type_leaves_the_update_to_be_answered(served: Pair) -> None:
+def test_an_ack_or_nack_of_a_wrong_type_leaves_the_update_unanswered(served: Pair) -> None:
     served.sender.send_async()
     assert served.receiver.take_update(timeout=PATIENCE) is not None
     for call in (lambda: served.receiver.ack(b"updated"), lambda: served.receiver.nack("no")):
@@ -120,14 +120,14 @@ def test_an_answer_of_a_wrong_type_leaves_the_update_to_be_answered(served: Pair
     assert served.receiver.owes_ack
 
 
-def test_g10_register_model_gives_up_and_keeps_the_model(served: Pair) -> None:
+def test_g10_register_model_times_out_while_the_model_is_served_and_keeps_it(served: Pair) -> None:
     with hours(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads used the model"):
         served.receiver.register_model(small())
 
     assert served.receiver.model is served.model
 
 
-def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
+def test_g10_close_does_not_wait_forever_for_a_relay_that_blocks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "JOIN_SECONDS", 0.01)
@@ -137,11 +137,11 @@ def test_g10_a_close_does_not_wait_for_ever_for_what_hands_weights_on(
         inside.set()
         done.wait(PATIENCE)
 
-    beside = Background(pair.receiver, lambda: relay)
-    beside.start()
+    reader = Background(pair.receiver, lambda: relay)
+    reader.start()
     pair.sender.send_async()
     assert inside.wait(PATIENCE)
-    thread = beside._thread
+    thread = reader._thread
     assert thread is not None
     pair.receiver.close()
 
@@ -182,23 +182,23 @@ def test_a_close_waits_for_a_swap_that_has_begun(pair: Pair, monkeypatch: pytest
     assert ended == ["load", "close"]
 
 
-def test_g11_code_that_ends_the_background_thread_is_told_to_both_sides(pair: Pair) -> None:
+def test_g11_an_error_that_ends_the_background_thread_reaches_sender_and_receiver(pair: Pair) -> None:
     def relay() -> None:
         raise SystemExit(3)
 
-    beside = Background(pair.receiver, lambda: relay)
-    beside.start()
+    reader = Background(pair.receiver, lambda: relay)
+    reader.start()
     report = pair.sender.send(timeout=PATIENCE, on_failure="report")
 
     assert report[0].kind is OutcomeKind.LOST
     assert "SystemExit: 3" in report[0].reason
-    assert not beside.running
+    assert not reader.running
     with pytest.raises(SystemExit):
-        beside.receive(timeout=PATIENCE)
-    beside.stop()
+        reader.receive(timeout=PATIENCE)
+    reader.stop()
 
 
-class FullForReaders(logging.Handler):
+class LogHandlerFailingInReaders(logging.Handler):
     """A user's log handler that fails in background readers."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -208,7 +208,7 @@ class FullForReaders(logging.Handler):
 
 @pytest.fixture
 def reader_cannot_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    log, handler = logging.getLogger("weightsync"), FullForReaders()
+    log, handler = logging.getLogger("weightsync"), LogHandlerFailingInReaders()
     caplog.set_level(logging.INFO, "weightsync")
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     log.addHandler(handler)
@@ -220,35 +220,35 @@ def reader_cannot_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("reader_cannot_log")
-def test_the_end_of_a_sender_is_told_although_the_log_handler_of_the_worker_raises(pair: Pair) -> None:
-    beside = Background(pair.receiver, lambda: None)
-    beside.start()
+def test_receive_raises_sender_closed_even_if_the_workers_log_handler_raises(pair: Pair) -> None:
+    reader = Background(pair.receiver, lambda: None)
+    reader.start()
     assert pair.sender.send(timeout=PATIENCE).ok
-    beside.mark_seen()
+    reader.mark_seen()
     pair.sender.close()
 
     with pytest.raises(SenderClosed):
-        beside.receive(timeout=PATIENCE / 2)
+        reader.receive(timeout=PATIENCE / 2)
 
 
 @pytest.mark.parametrize(
     ("error", "told"), [(SystemExit(3), "SystemExit: 3"), (ProtocolError("odd"), "OSError: the log is full")]
 )
 @pytest.mark.usefixtures("reader_cannot_log")
-def test_g11_the_end_of_the_background_thread_is_told_to_both_sides_although_the_log_handler_of_the_worker_raises(
+def test_g11_the_end_of_the_background_thread_reaches_both_sides_even_if_the_log_handler_raises(
     pair: Pair, error: BaseException, told: str
 ) -> None:
     def relay() -> None:
         raise error
 
-    beside = Background(pair.receiver, lambda: relay)
-    beside.start()
+    reader = Background(pair.receiver, lambda: relay)
+    reader.start()
     report = pair.sender.send(timeout=PATIENCE / 2, on_failure="report")
 
     assert report[0].kind is OutcomeKind.LOST
     assert told in report[0].reason
     with pytest.raises((SystemExit, OSError)):
-        beside.receive(timeout=PATIENCE / 2)
+        reader.receive(timeout=PATIENCE / 2)
 
 
 # ---------------------------------------------------------------------------------------- signals end a wait at once
@@ -271,13 +271,13 @@ def waits(pair: Pair) -> dict[str, tuple[Callable[[], Any], Callable[[], bool]]]
 
 
 @pytest.mark.parametrize("call", ["send", "receive"])
-def test_g10_a_signal_ends_a_wait_that_nothing_else_would_end(pair: Pair, call: str) -> None:
+def test_g10_a_signal_handler_that_raises_ends_a_wait_without_a_deadline(pair: Pair, call: str) -> None:
     pair.sync()
     waiting, under_way = waits(pair)[call]
     waker = (pair.sender if call == "send" else pair.receiver)._driver.waker
     over, late = threading.Event(), threading.Event()
 
-    def strike() -> None:
+    def send_signal() -> None:
         while not (under_way() and waker._waiting):
             over.wait(0.001)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -286,12 +286,12 @@ def test_g10_a_signal_ends_a_wait_that_nothing_else_would_end(pair: Pair, call: 
             waker.fire()
 
     before = signal.signal(signal.SIGUSR1, interrupt)
-    striking = threading.Thread(target=strike)
-    striking.start()
+    signalling = threading.Thread(target=send_signal)
+    signalling.start()
     with pytest.raises(Interrupted):
         waiting()
     over.set()
-    striking.join(PATIENCE)
+    signalling.join(PATIENCE)
     signal.signal(signal.SIGUSR1, before)
 
     assert not late.is_set()
@@ -308,14 +308,14 @@ def test_g4_an_incarnation_is_above_its_fence_whatever_the_clock_says() -> None:
             assert all(new_incarnation(fence) > fence for _ in range(3))
 
 
-def test_g4_an_incarnation_above_the_greatest_fence_still_travels() -> None:
+def test_g4_an_incarnation_above_the_highest_fence_can_be_encoded_and_decoded() -> None:
     above = new_incarnation(MAX_FENCE)
 
     assert above > MAX_FENCE
     assert decode(encode(Hello(model_id="policy", incarnation=above))).incarnation == above
 
 
-def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
+def test_g4_the_incarnation_at_connect_is_above_a_fence_given_at_init() -> None:
     fence = new_incarnation(0) + (3600 * 10**9 << 32)
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="policy", num_workers=1, fence=fence)
@@ -325,7 +325,7 @@ def test_g4_a_fence_given_at_init_is_risen_above_at_connect() -> None:
         assert scheme.get_sender().incarnation > fence
 
 
-def test_g4_a_fence_given_to_the_scheme_that_creates_its_links_at_init_is_risen_above() -> None:
+def test_g4_the_incarnation_is_above_the_given_fence_if_init_creates_the_links() -> None:
     fence, (end, _other) = new_incarnation(0) + (3600 * 10**9 << 32), multiprocessing.Pipe()
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[end], model=small(), fence=fence)
@@ -359,7 +359,7 @@ def states_after_two_forks(sender: Any, connect: Callable[[], None]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_g8_what_a_childs_child_inherits_is_a_copy_too(pair: Pair) -> None:
+def test_g8_a_sender_inherited_by_a_grandchild_process_is_a_copy(pair: Pair) -> None:
     pair.sync()
 
     assert states_after_two_forks(pair.sender, pair.sender.connect) == "uninitialized ready uninitialized"

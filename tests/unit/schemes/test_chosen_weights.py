@@ -120,7 +120,7 @@ def test_only_the_chosen_weights_change_and_the_digest_covers_them(link: Any, ki
     assert constants(one.model.layer.base) == {7.0, 0.0}
 
 
-def test_names_that_make_the_same_set_agree_however_they_are_given(link: Any) -> None:
+def test_names_that_choose_the_same_weights_agree_in_any_form(link: Any) -> None:
     exact = ["layer.lora_B.weight", "layer.lora_A.weight"]
     assert link(names=exact).sync().ok
     adapters = {name: torch.zeros_like(tensor) for name, tensor in Mergeable().named_parameters() if name in exact}
@@ -138,7 +138,7 @@ def filled_dict(weights: dict[str, torch.Tensor], fill: float) -> dict[str, torc
     [(ADAPTERS, None), (None, ADAPTERS), (ADAPTERS, "layer.lora_A.*")],
     ids=["the worker expects all", "the trainer sends all", "another set"],
 )
-def test_a_partial_set_that_the_other_side_does_not_know_of_is_refused(link: Any, names: Any, theirs: Any) -> None:
+def test_sides_that_chose_different_weights_refuse_the_handshake(link: Any, names: Any, theirs: Any) -> None:
     one = link(names, theirs, source=plain(1.0), destination=plain(0.0))
     with pytest.raises(TransportError, match="its handshake was refused"):
         one.receiver.receive(timeout=0)
@@ -170,9 +170,7 @@ def _tied_in_memory(model: Any) -> None:
 
 
 @pytest.mark.parametrize("tie", [_tied, _tied_in_memory])
-def test_a_chosen_tensor_that_comes_to_share_memory_with_another_is_refused_until_it_no_longer_does(
-    link: Any, tie: Any
-) -> None:
+def test_a_chosen_tensor_that_is_tied_to_another_later_is_refused_until_it_is_untied(link: Any, tie: Any) -> None:
     model = plain(0.0)
     model.head = nn.Linear(4, 2, bias=False)
     pair = link(destination=model)
@@ -201,12 +199,12 @@ def test_names_that_match_nothing_are_refused_by_both_sides(link: Any) -> None:
 
 
 @pytest.mark.parametrize("names", ["", [], [3], 3, b"weight"])
-def test_names_are_names(names: Any) -> None:
+def test_invalid_names_are_refused(names: Any) -> None:
     with pytest.raises(ConfigurationError, match="names="):
         MultiProcessWeightSyncScheme().init_on_sender("policy", num_workers=1, names=names)
 
 
-def test_a_model_without_weights_needs_them_all() -> None:
+def test_names_are_refused_for_a_model_on_the_meta_device() -> None:
     with pytest.raises(ConfigurationError, match="meta device"):
         MultiProcessWeightSyncScheme().init_on_receiver(
             model_id="policy", model=nn.Linear(2, 2, device="meta"), names="weight", worker_idx=0
@@ -245,7 +243,7 @@ def connected(scheme: Any, worker: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
 @pytest.mark.parametrize("kind", [Mergeable, Quantised])
-def test_receive_of_the_scheme_returns_the_chosen_weights_as_they_are(kind: Any, strategy: str) -> None:
+def test_scheme_receive_returns_only_the_chosen_weights_unmerged(kind: Any, strategy: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     with MultiProcessWeightSyncScheme() as scheme, MultiProcessWeightSyncScheme(strategy) as worker:
         scheme.init_on_sender("policy", pipes=[ours], model=kind(1.0), names=ADAPTERS)
@@ -259,7 +257,7 @@ def test_receive_of_the_scheme_returns_the_chosen_weights_as_they_are(kind: Any,
     assert all(set(tensor.flatten().tolist()) == {1.0} for tensor in flat.values())
 
 
-def test_device_map_fn_is_given_the_chosen_weights_as_they_are() -> None:
+def test_device_map_fn_gets_only_the_chosen_weights_unmerged() -> None:
     ours, theirs = multiprocessing.Pipe()
     given: list[set[str]] = []
 

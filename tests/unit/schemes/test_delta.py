@@ -62,7 +62,7 @@ def bits(model: nn.Module) -> dict[str, bytes]:
     return {name: bytes(each.flatten().view(torch.uint8).numpy().data) for name, each in model.state_dict().items()}
 
 
-def resent(pair: Pair) -> SyncReport:
+def send_delta_then_whole(pair: Pair) -> SyncReport:
     """Send a delta that is refused for its base, and then the whole version. Returns the report."""
     pair.sender.send_async()
     assert pair.receiver.receive(0) is False
@@ -71,7 +71,7 @@ def resent(pair: Pair) -> SyncReport:
     return pair.sender.wait_async(timeout=PATIENCE)
 
 
-def test_the_first_version_travels_whole_and_the_next_as_what_has_changed() -> None:
+def test_the_first_version_travels_whole_and_the_next_as_a_delta() -> None:
     with _pair() as one:
         first = one.sync()
         step(one)
@@ -86,7 +86,7 @@ def test_the_first_version_travels_whole_and_the_next_as_what_has_changed() -> N
         assert decode_report(encode_report(second)) == second
 
 
-def test_only_the_trainers_scheme_says_that_deltas_are_sent() -> None:
+def test_the_trainers_scheme_alone_enables_deltas() -> None:
     ours, theirs = multiprocessing.Pipe()
     with deltas() as trainer, MultiProcessWeightSyncScheme() as worker, ours, theirs:
         source, model = large(1.0), large()
@@ -98,7 +98,7 @@ def test_only_the_trainers_scheme_says_that_deltas_are_sent() -> None:
             assert trainer.get_sender().wait_async(timeout=PATIENCE).payload_nbytes == {0: expected}
 
 
-def test_without_deltas_nothing_is_kept_and_the_report_counts_no_payloads() -> None:
+def test_without_deltas_no_base_is_kept_and_the_report_has_no_payload_sizes() -> None:
     with _pair(MultiProcessWeightSyncScheme) as plain:
         report = plain.sync()
 
@@ -106,7 +106,7 @@ def test_without_deltas_nothing_is_kept_and_the_report_counts_no_payloads() -> N
         assert plain.receiver.driver.held._update is None
 
 
-def test_a_step_that_changes_most_travels_whole(one: Pair) -> None:
+def test_a_version_that_changes_most_weights_travels_whole(one: Pair) -> None:
     for parameter in one.source.parameters():
         parameter.data += 1.0
     report = one.sync()
@@ -134,7 +134,7 @@ class Everything(nn.Module):
         self.extra = state
 
 
-def test_every_dtype_arrives_bit_for_bit_and_extra_state_with_it() -> None:
+def test_deltas_of_each_kind_of_dtype_arrive_bit_identical_with_extra_state() -> None:
     with _pair(model=Everything) as pair:
         pair.sync()
         patterns = {"b0": [0x7FC00001, -1, 1 << 31], "b1": [0x7FC1, -1], "b2": [-1, 1], "b3": [-1, 2**62], "b5": [1, 0]}
@@ -150,13 +150,13 @@ def test_every_dtype_arrives_bit_for_bit_and_extra_state_with_it() -> None:
         assert pair.model.extra == {"step": 2}
 
 
-def test_the_bytes_sent_tell_a_delta_from_the_whole_for_a_model_with_extra_state_too() -> None:
+def test_payload_nbytes_distinguish_deltas_from_whole_versions_with_extra_state() -> None:
     with _pair(model=Everything) as pair:
         first = pair.sync()
         pair.source.get_buffer("b0").add_(1)
         second = pair.sync()
         pair.receiver.driver.held.drop()
-        third = resent(pair)
+        third = send_delta_then_whole(pair)
 
         assert first.payload_nbytes == {0: first.nbytes}
         assert second.payload_nbytes[0] < second.nbytes
@@ -167,10 +167,10 @@ def bits_of_buffers(model: nn.Module) -> list[bytes]:
     return [bytes(each.flatten().view(torch.uint8).numpy().data) for each in model.buffers()]
 
 
-def test_a_worker_that_does_not_hold_the_base_is_sent_the_whole_within_the_same_send(one: Pair) -> None:
+def test_a_worker_without_the_base_gets_the_whole_version_within_the_same_send(one: Pair) -> None:
     step(one)
     one.receiver.driver.held.drop()
-    report = resent(one)
+    report = send_delta_then_whole(one)
     delta = 16 + 8 + 200 * 6
 
     assert (report[0].kind, report.version) == (OutcomeKind.APPLIED, 2)
@@ -180,7 +180,7 @@ def test_a_worker_that_does_not_hold_the_base_is_sent_the_whole_within_the_same_
     assert one.sync().payload_nbytes == {0: delta}
 
 
-def test_the_refusal_of_a_base_that_comes_twice_is_followed_by_the_whole_once(one: Pair) -> None:
+def test_a_duplicate_base_refusal_is_followed_by_the_whole_version_only_once(one: Pair) -> None:
     step(one)
     one.receiver.driver.held.drop()
     one.sender.send_async()
@@ -195,7 +195,7 @@ def test_the_refusal_of_a_base_that_comes_twice_is_followed_by_the_whole_once(on
 
 
 @pytest.mark.parametrize(("version", "older"), [(1, 0), (2, 1), (7, 0)])
-def test_the_refusal_of_a_base_that_nobody_was_sent_changes_nothing(one: Pair, version: int, older: int) -> None:
+def test_a_base_refusal_for_another_version_or_incarnation_is_ignored(one: Pair, version: int, older: int) -> None:
     one.sender.send_async()
     refused = NoBase(model_id="policy", incarnation=one.sender.incarnation - older, version=version)
     one.receiver.driver.links()[0].send(refused)
@@ -206,7 +206,9 @@ def test_the_refusal_of_a_base_that_nobody_was_sent_changes_nothing(one: Pair, v
     assert (report.ok, report.payload_nbytes) == (True, {0: 16})
 
 
-def test_a_worker_whose_link_fails_as_it_is_sent_the_whole_is_lost(one: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_link_fails_while_the_whole_version_is_resent_is_lost(
+    one: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> None:
         raise OSError("broken")
 
@@ -221,7 +223,7 @@ def test_a_worker_whose_link_fails_as_it_is_sent_the_whole_is_lost(one: Pair, mo
     assert (report[0].kind, report[0].reason) == (OutcomeKind.LOST, "broken")
 
 
-def test_a_version_whose_base_is_refused_is_not_sent_behind_a_newer_one(one: Pair) -> None:
+def test_a_superseded_delta_whose_base_is_refused_is_not_resent(one: Pair) -> None:
     one.receiver.driver.held.drop()
     step(one)
     one.sender.send_async()
@@ -235,7 +237,7 @@ def test_a_version_whose_base_is_refused_is_not_sent_behind_a_newer_one(one: Pai
     assert (one.receiver.version, bits(one.model)) == (3, bits(one.source))
 
 
-def test_nor_if_the_version_is_still_due_to_another_worker() -> None:
+def test_a_superseded_delta_is_not_resent_even_if_another_worker_still_applies_it() -> None:
     with _pair(workers=2) as two:
         two.sync()
         two.receiver.driver.held.drop()
@@ -278,7 +280,7 @@ def test_after_a_refusal_the_next_version_travels_whole(one: Pair) -> None:
     assert bits(one.model) == bits(one.source)
 
 
-def test_weights_taken_from_a_delta_are_whole_and_once_acked_its_base(one: Pair) -> None:
+def test_take_update_of_a_delta_returns_whole_weights_which_are_the_base_once_acked(one: Pair) -> None:
     step(one)
     one.sender.send_async()
     weights = one.receiver.take_update(PATIENCE)
@@ -297,7 +299,7 @@ def one_row() -> torch.Tensor:
     return found
 
 
-def test_weights_that_were_written_by_hand_do_not_reach_the_base(one: Pair) -> None:
+def test_apply_weights_does_not_change_the_base(one: Pair) -> None:
     one.receiver.apply_weights({name: torch.full_like(each, 9.0) for name, each in one.model.state_dict().items()})
     step(one)
     report = one.sync()
@@ -307,7 +309,7 @@ def test_weights_that_were_written_by_hand_do_not_reach_the_base(one: Pair) -> N
 
 
 @pytest.mark.parametrize("model", [small, large])
-def test_what_a_loader_writes_into_its_tensors_does_not_reach_the_base(model: Callable[[float], nn.Module]) -> None:
+def test_a_loader_that_writes_into_its_tensors_does_not_change_the_base(model: Callable[[float], nn.Module]) -> None:
     loaded: dict[str, torch.Tensor] = {}
 
     def load(weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
@@ -324,7 +326,7 @@ def test_what_a_loader_writes_into_its_tensors_does_not_reach_the_base(model: Ca
             step(pair)
 
 
-def test_a_base_that_was_overwritten_is_found_by_the_digest_of_the_result(one: Pair) -> None:
+def test_an_overwritten_base_is_detected_by_the_digest_of_the_result(one: Pair) -> None:
     one.receiver.driver.held._payload[12345] ^= 1
     step(one)
     before = bits(one.model)
@@ -349,7 +351,7 @@ def test_each_worker_gets_a_delta_only_if_it_serves_the_version_before() -> None
         assert [bits(model) for model in three.models] == [bits(three.source)] * 3
 
 
-def test_over_a_new_link_nothing_is_a_delta_until_a_version_was_acked_over_it(one: Pair) -> None:
+def test_a_new_link_carries_no_deltas_until_a_version_was_acked_over_it(one: Pair) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, deltas() as scheme:
         model = large()
@@ -389,7 +391,7 @@ def test_chosen_weights_that_are_cast_travel_as_deltas() -> None:
         assert not model.get_parameter("1.weight").any()
 
 
-def test_weights_of_another_layout_than_the_version_before_travel_whole() -> None:
+def test_weights_whose_layout_has_changed_travel_whole() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, deltas() as trainer, deltas() as worker:
         trainer.init_on_sender("policy", pipes=[ours])
@@ -405,7 +407,7 @@ def test_weights_of_another_layout_than_the_version_before_travel_whole() -> Non
             assert torch.equal(loaded["w"], weights["w"])
 
 
-def test_workers_with_weights_of_their_own_get_them_whole() -> None:
+def test_per_worker_weights_travel_whole() -> None:
     with deltas(per_worker_weights=True) as trainer, contextlib.ExitStack() as ends:
         pipes = [multiprocessing.Pipe() for _ in range(2)]
         for pipe in pipes:
@@ -440,7 +442,7 @@ _HELD = Update(model_id="m", incarnation=3, version=2, layout_digest=b"", digest
     ],
     ids=["it", "another sender's", "another version", "other weights", "no delta"],
 )
-def test_a_base_is_held_if_sender_version_and_digest_are_those_that_are_named(
+def test_a_held_base_matches_only_if_sender_version_and_digest_match(
     incarnation: int, base: BaseRef | None, holds: bool
 ) -> None:
     held = HeldBase()
@@ -452,7 +454,7 @@ def test_a_base_is_held_if_sender_version_and_digest_are_those_that_are_named(
 
 
 @pytest.mark.parametrize("scheme", [deltas, MultiProcessWeightSyncScheme], ids=["deltas", "none"])
-def test_deltas_take_no_payload_more_in_the_trainer(scheme: Any) -> None:
+def test_deltas_need_no_additional_buffer_in_the_trainer(scheme: Any) -> None:
     with _pair(scheme) as one:
         for _ in range(5):
             one.sync()
@@ -462,9 +464,7 @@ def test_deltas_take_no_payload_more_in_the_trainer(scheme: Any) -> None:
 
 
 @pytest.mark.untraced("puts an update on the wire that no step has asked for")
-def test_a_delta_that_comes_twice_is_acked_twice_though_its_base_is_gone(
-    one: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_duplicate_delta_is_acked_again_although_its_base_is_gone(one: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[Any, Any]] = []
     send = PipeLink.send
 
@@ -491,7 +491,7 @@ def test_shared_memory_refuses_deltas(scheme: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, DistributedWeightSyncScheme])
-def test_deltas_need_digests_and_a_plain_choice(scheme: Any) -> None:
+def test_delta_requires_digests_and_a_bool(scheme: Any) -> None:
     with pytest.raises(ConfigurationError, match="verify='layout'"):
         scheme(delta=True, verify="layout")
     with pytest.raises(ConfigurationError, match="delta='yes' is not a bool"):

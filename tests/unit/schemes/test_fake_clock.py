@@ -17,7 +17,7 @@ from weightsync.clock import Deadline, Stopwatch, new_incarnation, wall_time
 from weightsync.testing import FakeClock
 
 #: Seconds of real time after which a call that has not returned counts as waiting.
-WHILE = 0.1
+WAITING_SECONDS = 0.1
 
 
 def await_answers(pair: Pair) -> None:
@@ -33,7 +33,7 @@ def test_a_send_waits_a_minute_by_default_and_not_longer(pair: Pair, monkeypatch
         await_answers(pair)
         clock.advance(59.9)
         with pytest.raises(StillWaiting):
-            sending.result(WHILE)
+            sending.result(WAITING_SECONDS)
         assert pair.sender.state is State.AWAITING_ACK
         clock.advance(0.1)
         with pytest.raises(AckTimeoutError):
@@ -47,18 +47,18 @@ def test_a_receiver_may_wait_for_hours(pair: Pair) -> None:
         assert pair.receiver.receive(timeout=7200) is False
 
 
-def test_for_ever_is_longer_than_any_time(pair: Pair) -> None:
+def test_a_receive_without_a_timeout_outlasts_any_advance_of_the_clock(pair: Pair) -> None:
     with FakeClock() as clock, ThreadPoolExecutor(1) as beside:
         receiving = beside.submit(pair.receiver.receive, None)
         clock.advance(1e9)
         with pytest.raises(StillWaiting):
-            receiving.result(WHILE)
+            receiving.result(WAITING_SECONDS)
         pair.sender.send_async()
 
         assert receiving.result(PATIENCE) is True
 
 
-def test_an_answer_ends_a_wait_though_no_time_passes(pair: Pair) -> None:
+def test_an_answer_ends_a_wait_while_the_clock_stands_still(pair: Pair) -> None:
     with FakeClock(), ThreadPoolExecutor(1) as beside:
         sending = beside.submit(pair.sender.send, timeout=1.0)
         while not pair.receiver.receive(timeout=0):
@@ -69,7 +69,7 @@ def test_an_answer_ends_a_wait_though_no_time_passes(pair: Pair) -> None:
     assert (report.pack_s, report.transfer_s, report.apply_s) == (0.0, 0.0, 0.0)
 
 
-def test_what_waits_for_an_outstanding_update_has_one_deadline_with_its_own(pair: Pair) -> None:
+def test_a_send_that_waits_for_an_outstanding_update_has_a_single_deadline(pair: Pair) -> None:
     pair.sender.send_async()
     with FakeClock() as clock, ThreadPoolExecutor(1) as beside:
         sending = beside.submit(pair.sender.send, on_pending="wait", timeout=30)
@@ -80,7 +80,7 @@ def test_what_waits_for_an_outstanding_update_has_one_deadline_with_its_own(pair
     assert pair.sender.version == 1
 
 
-def test_time_stands_still_and_begins_where_the_machines_is() -> None:
+def test_the_fake_clock_starts_at_the_machines_time_and_stands_still() -> None:
     before, since_the_epoch = time.monotonic(), time.time()
     with FakeClock() as clock:
         assert since_the_epoch <= wall_time() <= time.time()
@@ -93,7 +93,7 @@ def test_time_stands_still_and_begins_where_the_machines_is() -> None:
     assert 0 < (Deadline(10).remaining or 0) <= 10
 
 
-def test_incarnations_ascend_though_no_time_passes() -> None:
+def test_incarnations_ascend_while_the_clock_stands_still() -> None:
     with FakeClock() as clock:
         taken = [new_incarnation(0) for _ in range(100)]
         clock.advance(1)
@@ -104,7 +104,7 @@ def test_incarnations_ascend_though_no_time_passes() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1e-9, float("nan")])
-def test_time_does_not_go_back(seconds: float) -> None:
+def test_advance_refuses_to_move_the_clock_back(seconds: float) -> None:
     with FakeClock() as clock:
         at = clock.monotonic()
         with pytest.raises(ValueError, match="does not go back"):
@@ -112,7 +112,7 @@ def test_time_does_not_go_back(seconds: float) -> None:
         assert clock.monotonic() == at
 
 
-def test_a_clock_inside_another_gives_way_to_it() -> None:
+def test_the_outer_clock_resumes_when_the_inner_one_ends() -> None:
     with FakeClock() as outer:
         with FakeClock() as inner:
             stopwatch = Stopwatch()
@@ -123,7 +123,7 @@ def test_a_clock_inside_another_gives_way_to_it() -> None:
         assert stopwatch.seconds == pytest.approx(2)
 
 
-def test_threads_may_advance_it_together() -> None:
+def test_concurrent_advances_of_several_threads_add_up() -> None:
     with FakeClock() as clock:
         begun = clock.monotonic()
         threads = [threading.Thread(target=lambda: [clock.advance(1) for _ in range(1000)]) for _ in range(4)]

@@ -20,7 +20,7 @@ from weightsync.weights.tensors import DTYPES
 NAN, INF = float("nan"), float("inf")
 
 
-def test_nothing_is_sent_and_the_worker_keeps_its_version(scheme_class: Any) -> None:
+def test_check_finite_refuses_nan_and_inf_and_the_worker_keeps_its_version(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     source, model = small(1.0), small(0.0)
     with ours, theirs, scheme_class() as trainer, scheme_class() as worker:
@@ -41,7 +41,7 @@ def test_nothing_is_sent_and_the_worker_keeps_its_version(scheme_class: Any) -> 
         assert (sender.version, receiver.version, constants(model)) == (1, 1, {1.0})
 
 
-def test_by_default_values_that_are_not_finite_are_sent_like_all_others(scheme_class: Any) -> None:
+def test_without_check_finite_non_finite_values_reach_the_worker(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     source, model = {"w": torch.tensor([INF])}, {"w": torch.zeros(1)}
     with ours, theirs, scheme_class() as trainer, scheme_class() as worker:
@@ -57,7 +57,7 @@ def test_by_default_values_that_are_not_finite_are_sent_like_all_others(scheme_c
 @pytest.mark.parametrize(
     "name", [name for name, dtype in DTYPES.items() if dtype.is_floating_point or dtype.is_complex]
 )
-def test_values_of_every_dtype_are_seen(name: str) -> None:
+def test_nan_is_found_in_tensors_of_every_dtype(name: str) -> None:
     warnings.simplefilter("ignore", UserWarning)  # torch warns about complex32
     weights = {
         "fine": torch.ones(3).to(DTYPES[name]),
@@ -78,7 +78,7 @@ def test_values_of_every_dtype_are_seen(name: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128], ids=str
 )
-def test_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
+def test_finite_values_pass_even_if_their_sum_overflows(dtype: torch.dtype) -> None:
     large = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
     packer = Packer(finite_model_id="policy")
     packer.handed_over(packer.pack({"large": large}))
@@ -89,7 +89,7 @@ def test_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
     packer.close()
 
 
-def test_float8_is_checked_in_pieces_that_bound_what_its_conversion_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_is_checked_in_pieces_which_bounds_the_memory_of_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     check = casting._is_finite
     monkeypatch.setattr(casting, "_PIECE", 64)
@@ -106,7 +106,7 @@ def test_float8_is_checked_in_pieces_that_bound_what_its_conversion_takes(monkey
     packer.close()
 
 
-def test_without_the_option_such_weights_are_sent() -> None:
+def test_a_packer_without_check_finite_packs_nan() -> None:
     packer = Packer()
     packed = packer.pack(nn.ParameterDict({"bad": nn.Parameter(torch.tensor([NAN]))}))
     assert math.isnan(packed.buffer.view[:4].cast("f")[0])

@@ -32,7 +32,7 @@ from weightsync.weights.reading import layout_of, read_weights
 from weightsync.weights.tensors import address_of
 
 
-class Moody(nn.Linear):
+class LinearWithExtraState(nn.Linear):
     """A layer with extra state."""
 
     def __init__(self) -> None:
@@ -56,7 +56,9 @@ class Engine:
         self.then()
 
 
-def feeding(engine: Engine, trainer: Callable[[float], nn.Module] = small, **options: Any) -> Callable[[float], Any]:
+def model_or_loader(
+    engine: Engine, trainer: Callable[[float], nn.Module] = small, **options: Any
+) -> Callable[[float], Any]:
     """A function that makes the trainer's model, and for the argument 0 the worker's loader."""
     return lambda fill: trainer(fill) if fill else Loader(**{"load": engine.load, **options})
 
@@ -68,12 +70,12 @@ def engine() -> Engine:
 
 @pytest.fixture
 def pair(engine: Engine, scheme_class: Any) -> Iterator[Pair]:
-    made = Pair(scheme_class, model=feeding(engine))
+    made = Pair(scheme_class, model=model_or_loader(engine))
     yield made
     made.close()
 
 
-def lost(pair: Pair) -> str:
+def loss_reason(pair: Pair) -> str:
     """Make the receiver break down. Returns the reason for the worker's loss in the trainer's report."""
     pair.sender.send_async()
     with pytest.raises(WeightSyncError, match="the model serves nothing"):
@@ -87,10 +89,8 @@ def lost(pair: Pair) -> str:
 
 @pytest.mark.parametrize("trainer", [small, large])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_loader_gets_every_tensor_and_the_ack_leaves_after_it_has_returned(
-    name: str, trainer: Any, engine: Engine
-) -> None:
-    pair = Pair(SCHEMES[name], model=feeding(engine, trainer))
+def test_a_loader_gets_every_tensor_and_the_ack_follows_its_return(name: str, trainer: Any, engine: Engine) -> None:
+    pair = Pair(SCHEMES[name], model=model_or_loader(engine, trainer))
     nn.init.normal_(pair.source[0].weight)
     engine.then = lambda: kinds.append(pair.sender.poll()[0].kind)
     kinds: list[OutcomeKind] = []
@@ -122,12 +122,12 @@ def test_a_loader_that_raises_refuses_the_version_and_the_next_one_is_loaded(pai
     assert pair.receiver.version == 3
 
 
-def test_a_loader_that_raises_amid_the_tensors_is_told_what_it_must_raise_if_it_has_begun(scheme_class: Any) -> None:
+def test_the_refusal_of_a_loader_that_raises_midway_advises_partly_loaded_error(scheme_class: Any) -> None:
     def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         next(weights)
         raise MemoryError
 
-    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
+    pair = Pair(scheme_class, model=model_or_loader(Engine(), load=load))
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=0) is False
     outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
@@ -139,15 +139,15 @@ def test_a_loader_that_raises_amid_the_tensors_is_told_what_it_must_raise_if_it_
     pair.close()
 
 
-def test_a_loader_that_says_it_has_begun_closes_the_receiver_which_serves_nothing(pair: Pair, engine: Engine) -> None:
+def test_partly_loaded_error_closes_the_receiver_which_serves_nothing(pair: Pair, engine: Engine) -> None:
     pair.sync()
     engine.then = lambda: (_ for _ in ()).throw(PartlyLoadedError("layer 7 of 32 is loaded"))
-    assert "had begun to change the engine: layer 7 of 32 is loaded" in lost(pair)
+    assert "had begun to change the engine: layer 7 of 32 is loaded" in loss_reason(pair)
 
 
-def test_a_loader_that_is_interrupted_has_perhaps_begun(pair: Pair, engine: Engine) -> None:
+def test_an_interrupted_loader_closes_the_receiver_which_serves_nothing(pair: Pair, engine: Engine) -> None:
     engine.then = lambda: (_ for _ in ()).throw(SystemExit(3))
-    assert "interrupted: SystemExit(3)" in lost(pair)
+    assert "interrupted: SystemExit(3)" in loss_reason(pair)
 
 
 def test_a_loader_that_takes_only_some_tensors_is_never_acked(scheme_class: Any) -> None:
@@ -156,27 +156,29 @@ def test_a_loader_that_takes_only_some_tensors_is_never_acked(scheme_class: Any)
     def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         half.extend(next(weights)[0] for _ in range(2))
 
-    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
-    assert f"returned after 2 of {len(pair.source.state_dict())} tensors" in lost(pair)
+    pair = Pair(scheme_class, model=model_or_loader(Engine(), load=load))
+    assert f"returned after 2 of {len(pair.source.state_dict())} tensors" in loss_reason(pair)
     pair.close()
 
 
 @pytest.mark.parametrize("make", [lambda: load_later([], 1), Future], ids=["coroutine", "future"])
-def test_a_loader_that_returns_what_nobody_awaits_is_never_acked(scheme_class: Any, make: Callable[[], Any]) -> None:
+def test_a_loader_that_returns_a_coroutine_or_future_is_never_acked(scheme_class: Any, make: Callable[[], Any]) -> None:
     def load(weights: Iterator[tuple[str, Tensor]], version: int) -> Any:
         list(weights)
         return make()
 
-    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
-    assert "which nothing awaits here: it must return once all is loaded" in lost(pair)
+    pair = Pair(scheme_class, model=model_or_loader(Engine(), load=load))
+    assert "which nothing awaits here: it must return once all is loaded" in loss_reason(pair)
     pair.close()
 
 
-def test_a_loader_that_takes_nothing_loads_nothing_and_is_refused(scheme_class: Any) -> None:
+def test_a_version_of_which_a_loader_takes_no_tensor_is_refused(scheme_class: Any) -> None:
     async def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Never run: the coroutine is not awaited."""
 
-    pair = Pair(scheme_class, model=feeding(Engine(), load=lambda weights, version: load(weights, version).close()))
+    pair = Pair(
+        scheme_class, model=model_or_loader(Engine(), load=lambda weights, version: load(weights, version).close())
+    )
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=0) is False
     outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
@@ -186,7 +188,7 @@ def test_a_loader_that_takes_nothing_loads_nothing_and_is_refused(scheme_class: 
     pair.close()
 
 
-def test_what_a_loader_keeps_of_its_iterator_yields_nothing_afterwards(scheme_class: Any) -> None:
+def test_a_weights_iterator_that_a_loader_keeps_yields_nothing_afterwards(scheme_class: Any) -> None:
     kept: list[Iterator[Any]] = []
 
     def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -194,13 +196,13 @@ def test_what_a_loader_keeps_of_its_iterator_yields_nothing_afterwards(scheme_cl
         for _ in weights:
             pass
 
-    pair = Pair(scheme_class, model=feeding(Engine(), load=load))
+    pair = Pair(scheme_class, model=model_or_loader(Engine(), load=load))
     pair.sync()
     assert list(kept[0]) == []
     pair.close()
 
 
-def test_one_worker_that_writes_into_what_it_is_given_changes_no_other_and_no_later_version(scheme_class: Any) -> None:
+def test_a_loader_that_writes_into_its_tensors_changes_no_other_worker_or_later_version(scheme_class: Any) -> None:
     seen: list[set[float]] = []
 
     def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -209,7 +211,7 @@ def test_one_worker_that_writes_into_what_it_is_given_changes_no_other_and_no_la
         for tensor in found:
             tensor.zero_()
 
-    pair = Pair(scheme_class, workers=2, model=feeding(Engine(), trainer=large, load=load))
+    pair = Pair(scheme_class, workers=2, model=model_or_loader(Engine(), trainer=large, load=load))
     pair.scheme.get_sender().send_async()
     for version in range(1, 5):
         for receiver in pair.receivers:
@@ -224,13 +226,13 @@ def test_one_worker_that_writes_into_what_it_is_given_changes_no_other_and_no_la
     pair.close()
 
 
-def test_names_are_mapped_and_a_mapping_that_does_not_fit_is_refused(engine: Engine, scheme_class: Any) -> None:
-    pair = Pair(scheme_class, model=feeding(engine, name_map={"0.weight": "model.embed.weight"}))
+def test_name_map_renames_tensors_and_a_map_of_unknown_names_is_refused(engine: Engine, scheme_class: Any) -> None:
+    pair = Pair(scheme_class, model=model_or_loader(engine, name_map={"0.weight": "model.embed.weight"}))
     assert pair.sync().ok
     assert "model.embed.weight" in engine.held
     assert "0.weight" not in engine.held
     pair.close()
-    pair = Pair(scheme_class, model=feeding(engine, name_map={"lm_head.weight": "head"}))
+    pair = Pair(scheme_class, model=model_or_loader(engine, name_map={"lm_head.weight": "head"}))
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=0) is False
     outcome = pair.sender.wait_async(timeout=PATIENCE, on_failure="report")[0]
@@ -239,15 +241,15 @@ def test_names_are_mapped_and_a_mapping_that_does_not_fit_is_refused(engine: Eng
     pair.close()
 
 
-def test_two_tensors_cannot_be_given_one_name() -> None:
+def test_a_name_map_that_gives_two_tensors_one_name_is_refused() -> None:
     layout = Layout([("a", "float32", (1,)), ("b", "float32", (1,))])
     with pytest.raises(LayoutError, match="several tensors the name 'b'"):
         renamed(layout, {"a": "b"})
     assert renamed(layout, {"a": "b", "b": "a"}) == ["b", "a"]
 
 
-def test_a_loader_gets_the_dtype_that_travels(engine: Engine) -> None:
-    pair = Pair(lambda: MultiProcessWeightSyncScheme(wire_dtype="bfloat16"), model=feeding(engine))
+def test_a_loader_gets_tensors_in_the_wire_dtype(engine: Engine) -> None:
+    pair = Pair(lambda: MultiProcessWeightSyncScheme(wire_dtype="bfloat16"), model=model_or_loader(engine))
     assert pair.sync().ok
     kinds = {tensor.dtype for tensor in engine.held.values()}
     assert kinds == {torch.bfloat16, torch.int64}  # BatchNorm's counter is not cast
@@ -255,7 +257,7 @@ def test_a_loader_gets_the_dtype_that_travels(engine: Engine) -> None:
 
 
 def test_extra_state_is_refused_before_the_loader_is_called(engine: Engine) -> None:
-    pair = Pair(MultiProcessWeightSyncScheme, model=feeding(engine, lambda _: Moody()))
+    pair = Pair(MultiProcessWeightSyncScheme, model=model_or_loader(engine, lambda _: LinearWithExtraState()))
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=0) is False
     assert "A loader takes tensors, but the weights have the extra state of ['']" in pair.receiver.last_refusal
@@ -263,7 +265,7 @@ def test_extra_state_is_refused_before_the_loader_is_called(engine: Engine) -> N
     pair.close()
 
 
-def test_what_an_engine_holds_is_neither_read_nor_written_by_hand(pair: Pair) -> None:
+def test_weights_of_an_engine_can_be_neither_read_nor_applied_by_hand(pair: Pair) -> None:
     pair.sync()
     with pytest.raises(ConfigurationError, match="cannot be read here"):
         pair.receiver.digest()
@@ -274,7 +276,7 @@ def test_what_an_engine_holds_is_neither_read_nor_written_by_hand(pair: Pair) ->
     assert pair.sync().ok
 
 
-def test_weights_applied_by_hand_that_are_those_of_the_pending_version_are_loaded(pair: Pair, engine: Engine) -> None:
+def test_apply_weights_with_the_pending_versions_weights_loads_them(pair: Pair, engine: Engine) -> None:
     pair.sender.send_async()
     pair.receiver.apply_weights(pair.source.state_dict())
     assert pair.sender.wait_async(timeout=PATIENCE).ok
@@ -293,7 +295,7 @@ def packed(readonly: bool = False) -> tuple[Layout, memoryview, dict[str, Tensor
     return layout, flat.toreadonly() if readonly else flat, weights
 
 
-def test_tensors_are_views_of_what_arrived() -> None:
+def test_loader_tensors_are_views_of_the_arrived_payload() -> None:
     layout, payload, weights = packed()
     found = dict(draw(layout, payload, None, 1024))
     start = address_of(payload)
@@ -303,7 +305,7 @@ def test_tensors_are_views_of_what_arrived() -> None:
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_tensors_of_a_dtype_of_which_there_are_only_empty_ones_are_loaded_too(readonly: bool) -> None:
+def test_a_loader_gets_tensors_of_a_dtype_that_has_only_empty_tensors(readonly: bool) -> None:
     weights = {"w": torch.arange(3.0), "none": torch.empty(0, 2, dtype=torch.float16)}
     layout = layout_of(read_weights(weights))
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8).numpy().data
@@ -327,7 +329,7 @@ def test_a_loader_can_save_tensors_of_several_dtypes_with_torch() -> None:
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-def test_what_cannot_be_viewed_is_copied_one_bucket_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_readonly_payload_is_copied_one_bucket_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, payload, weights = packed(readonly=True)
     copied: list[int] = []
     clone = Tensor.clone
@@ -342,7 +344,7 @@ def test_what_cannot_be_viewed_is_copied_one_bucket_at_a_time(monkeypatch: pytes
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def test_a_bucket_is_never_larger_than_asked_but_for_one_tensor() -> None:
+def test_small_buckets_hold_one_tensor_each_and_large_buckets_a_whole_group() -> None:
     layout, _, _ = packed()
     assert [last - first for first, last in buckets(layout, 1)] == [1] * len(layout.entries)
     runs = list(buckets(layout, 1 << 30))
@@ -371,7 +373,9 @@ async def load_later(weights: object, version: int) -> None:
         ({}, "need model=, loader="),
     ],
 )
-def test_contradictory_arguments_are_refused(given: dict[str, Any], match: str, pipe_pair: Any) -> None:
+def test_invalid_or_contradictory_loader_arguments_are_refused(
+    given: dict[str, Any], match: str, pipe_pair: Any
+) -> None:
     scheme = MultiProcessWeightSyncScheme()
     with pytest.raises(ConfigurationError, match=match):
         scheme.init_on_worker("policy", pipe=pipe_pair[1], **given)
@@ -385,10 +389,8 @@ def pipe_pair() -> Iterator[Any]:
     pair.close()
 
 
-def test_a_worker_of_the_second_generation_receives_the_number_of_each_version(
-    engine: Engine, scheme_class: Any
-) -> None:
-    pair = Pair(scheme_class, model=feeding(engine))
+def test_a_generation_b_worker_with_a_loader_receives_version_numbers(engine: Engine, scheme_class: Any) -> None:
+    pair = Pair(scheme_class, model=model_or_loader(engine))
     worker = pair.schemes[0]
     ends = threading.Thread(target=lambda: pair.sender.send(timeout=PATIENCE))
     ends.start()

@@ -27,7 +27,7 @@ class Actor:
         self.policy = nn.Linear(2, 2)
 
 
-class Elsewhere(nn.Linear):
+class LinearWithForeignState(nn.Linear):
     """A layer with state that is neither a parameter nor a buffer."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -63,24 +63,24 @@ def send(pair: Any, number: float) -> None:
     assert pair.sender.wait_async(timeout=PATIENCE).ok
 
 
-def held(model: nn.Module) -> set[float]:
+def values_of(model: nn.Module) -> set[float]:
     return {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
 
 
-def test_g2_a_module_that_was_replaced_gets_the_next_version(pair: Any) -> None:
+def test_g2_the_module_that_replaced_another_gets_the_next_version(pair: Any) -> None:
     send(pair, 1.0)
     first, pair.actor.policy = pair.actor.policy, filled(0.0)
 
     send(pair, 2.0)
 
-    assert held(pair.actor.policy) == {2.0}
-    assert held(first) == {1.0}
+    assert values_of(pair.actor.policy) == {2.0}
+    assert values_of(first) == {1.0}
     assert pair.receiver.model is pair.actor.policy
     assert pair.receiver.version == 2
 
 
 @contextlib.contextmanager
-def served_beside(pair: Any) -> Iterator[tuple[Future[None], threading.Event]]:
+def served_in_another_thread(pair: Any) -> Iterator[tuple[Future[None], threading.Event]]:
     """Serve the model in another thread until the event is set. Yields the future of that thread, and the event."""
     serving, over = threading.Event(), threading.Event()
 
@@ -95,9 +95,9 @@ def served_beside(pair: Any) -> Iterator[tuple[Future[None], threading.Event]]:
         yield served, over
 
 
-def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_replaced(pair: Any) -> None:
+def test_g10_receive_does_not_wait_for_threads_that_serve_the_replaced_module(pair: Any) -> None:
     send(pair, 1.0)
-    with served_beside(pair) as (served, over):
+    with served_in_another_thread(pair) as (served, over):
         first, pair.actor.policy = pair.actor.policy, filled(0.0)
         pair.sender.send_async()
         with FakeClock():
@@ -107,17 +107,17 @@ def test_g10_a_receive_does_not_wait_for_those_who_serve_the_module_that_was_rep
     assert pair.receiver.receive(timeout=PATIENCE) is True
 
     assert (pair.receiver.model, pair.receiver.version) == (pair.actor.policy, 2)
-    assert held(first) == held(pair.actor.policy) == {1.0}
+    assert values_of(first) == values_of(pair.actor.policy) == {1.0}
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_module_that_is_found_while_a_thread_serves_leaves_shared_memory_only_once_that_is_over(
+def test_a_model_found_while_a_thread_serves_leaves_shared_memory_only_after_the_serving(
     pair: Any, by_hand: bool
 ) -> None:
     """A kernel that reads a parameter keeps no reference to its memory, which could be unmapped during the read."""
     policy = pair.actor.policy.share_memory()
-    elsewhere, before = policy.weight.detach(), held(policy)
-    with served_beside(pair) as (served, over):
+    elsewhere, before = policy.weight.detach(), values_of(policy)
+    with served_in_another_thread(pair) as (served, over):
         pair.sender.send_async()
         assert pair.receiver.receive(timeout=0) is False
         assert pair.receiver.model is policy
@@ -129,11 +129,11 @@ def test_a_module_that_is_found_while_a_thread_serves_leaves_shared_memory_only_
     else:
         assert pair.receiver.receive(timeout=PATIENCE) is True
 
-    assert held(policy) == ({5.0} if by_hand else {1.0})
+    assert values_of(policy) == ({5.0} if by_hand else {1.0})
     assert set(elsewhere.flatten().tolist()) <= before
 
 
-def test_a_module_that_is_found_while_no_thread_serves_leaves_shared_memory_at_once(pair: Any) -> None:
+def test_a_model_found_while_no_thread_serves_leaves_shared_memory_at_once(pair: Any) -> None:
     policy = pair.actor.policy.share_memory()
 
     assert not pair.receiver.receive(timeout=0)
@@ -141,7 +141,7 @@ def test_a_module_that_is_found_while_no_thread_serves_leaves_shared_memory_at_o
     assert not policy.weight.is_shared()
 
 
-def test_g2_a_module_with_other_weights_serves_no_version_until_the_next(pair: Any) -> None:
+def test_g2_a_replacement_with_other_weights_serves_no_version_until_the_next(pair: Any) -> None:
     send(pair, 1.0)
     pair.actor.policy = filled(0.0)
 
@@ -150,7 +150,7 @@ def test_g2_a_module_with_other_weights_serves_no_version_until_the_next(pair: A
     assert pair.receiver.version is None
 
 
-def test_a_module_with_the_very_same_weights_serves_the_same_version(pair: Any) -> None:
+def test_a_replacement_with_identical_weights_serves_the_same_version(pair: Any) -> None:
     send(pair, 1.0)
     pair.actor.policy = filled(1.0)
 
@@ -159,7 +159,7 @@ def test_a_module_with_the_very_same_weights_serves_the_same_version(pair: Any) 
     assert pair.receiver.version == 1
 
 
-def test_a_module_that_does_not_fit_refuses(pair: Any) -> None:
+def test_versions_that_do_not_fit_the_replacement_are_refused(pair: Any) -> None:
     send(pair, 1.0)
     pair.actor.policy = nn.Linear(3, 2)
     pair.sender.send_async()
@@ -170,9 +170,9 @@ def test_a_module_that_does_not_fit_refuses(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it came", "while it is awaited"])
-def test_g2_what_is_no_model_any_more_refuses_and_serves_nothing(pair: Any, when: str) -> None:
+def test_g2_an_unsupported_replacement_refuses_versions_and_serves_none(pair: Any, when: str) -> None:
     send(pair, 1.0)
-    pair.actor.policy = Elsewhere(2, 2)
+    pair.actor.policy = LinearWithForeignState(2, 2)
     if when == "while it is awaited":
         assert pair.receiver.receive(timeout=0) is False
         assert pair.receiver.version is None
@@ -185,11 +185,11 @@ def test_g2_what_is_no_model_any_more_refuses_and_serves_nothing(pair: Any, when
     assert str(pair.receiver.last_refusal) in str(caught.value)
     pair.actor.policy = filled(0.0)
     send(pair, 3.0)
-    assert held(pair.actor.policy) == {3.0}
+    assert values_of(pair.actor.policy) == {3.0}
 
 
 @pytest.mark.parametrize("gone", ["the attribute", "a number"])
-def test_a_path_that_leads_nowhere_any_more_refuses(pair: Any, gone: str) -> None:
+def test_versions_for_a_path_without_a_model_are_refused(pair: Any, gone: str) -> None:
     send(pair, 1.0)
     if gone == "a number":
         pair.actor.policy = 5
@@ -203,17 +203,17 @@ def test_a_path_that_leads_nowhere_any_more_refuses(pair: Any, gone: str) -> Non
         pair.sender.wait_async(timeout=PATIENCE)
 
 
-def test_a_context_that_was_collected_leaves_the_model_found_before(pair: Any) -> None:
+def test_a_garbage_collected_context_leaves_the_model_found_before(pair: Any) -> None:
     send(pair, 1.0)
     model = pair.actor.policy
     pair.actor = None
 
     send(pair, 2.0)
 
-    assert held(model) == {2.0}
+    assert values_of(model) == {2.0}
 
 
-def test_g8_a_copy_carries_the_path_after_the_first_version_too(pair: Any) -> None:
+def test_g8_a_copy_keeps_the_model_path_even_after_the_first_version(pair: Any) -> None:
     send(pair, 1.0)
 
     copied: WeightReceiver = pickle.loads(pickle.dumps(pair.receiver))

@@ -69,7 +69,9 @@ def bits(module: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [Odd, wide])
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_one_of_everything(scheme_class: Any, make: Any, strategy: str) -> None:
+def test_every_kind_of_tensor_and_extra_state_arrives_bit_identical(
+    scheme_class: Any, make: Any, strategy: str
+) -> None:
     ours, theirs = multiprocessing.Pipe()
     source, destination = make(1), make(2)
     with scheme_class(strategy=strategy) as a, scheme_class(strategy=strategy) as b:
@@ -107,7 +109,7 @@ def write_everywhere(setup: WorkerSetup) -> None:
             tensor.fill_(99.0)
 
 
-def test_to_another_process_that_writes_its_weights_between_versions(scheme_class: Any, crew: Crew) -> None:
+def test_a_worker_that_overwrites_its_weights_does_not_affect_other_workers(scheme_class: Any, crew: Crew) -> None:
     workers = crew.start(scheme_class(), 2)
     source = wide(1)
     with scheme_class() as scheme:
@@ -126,7 +128,7 @@ def test_to_another_process_that_writes_its_weights_between_versions(scheme_clas
 
 
 @pytest.mark.parametrize("empty", [nn.Identity, dict, TensorDict])
-def test_an_empty_model(scheme_class: Any, empty: Any) -> None:
+def test_a_model_without_weights_is_sent_and_applied(scheme_class: Any, empty: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as a, scheme_class() as b:
         a.init_on_sender("policy", pipes=[ours])
@@ -139,7 +141,7 @@ def test_an_empty_model(scheme_class: Any, empty: Any) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64 * 1024 - 4, 64 * 1024, 64 * 1024 + 4, 2 * 2**20])
-def test_payloads_of_every_size_on_both_sides_of_the_border(scheme_class: Any, nbytes: int) -> None:
+def test_payloads_of_sizes_around_the_slot_threshold_arrive(scheme_class: Any, nbytes: int) -> None:
     ours, theirs = multiprocessing.Pipe()
     source = {"w": torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)}
     destination = {"w": torch.zeros(nbytes, dtype=torch.uint8)}
@@ -154,7 +156,7 @@ def test_payloads_of_every_size_on_both_sides_of_the_border(scheme_class: Any, n
             source["w"].add_(1)
 
 
-def test_two_models_over_one_pipe(scheme_class: Any) -> None:
+def test_two_models_share_one_pipe_and_one_may_close_before_the_other(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     schemes = [scheme_class() for _ in range(4)]
     models = {"policy": nn.Linear(3, 2), "value": nn.Linear(300, 100)}

@@ -82,7 +82,7 @@ def reach(sender: Any, state: State) -> threading.Event:
 # -------------------------------------------------------------------------------------- either side first
 
 
-def test_the_sender_first(scheme_class: Any, crew: Crew) -> None:
+def test_a_sender_that_starts_before_its_worker_delivers_weights(scheme_class: Any, crew: Crew) -> None:
     (worker,) = crew.start(scheme_class())
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(2.0))
@@ -94,7 +94,7 @@ def test_the_sender_first(scheme_class: Any, crew: Crew) -> None:
         assert worker.do(shows)[2] == {2.0}
 
 
-def test_the_worker_first(scheme_class: Any, crew: Crew) -> None:
+def test_a_worker_that_starts_before_its_sender_gets_weights(scheme_class: Any, crew: Crew) -> None:
     (worker,) = crew.start(scheme_class())
     worker.do(join)
     assert worker.do(receive, 0) is False
@@ -115,7 +115,7 @@ def test_init_never_waits_for_a_worker(scheme_class: Any) -> None:
         assert scheme.get_sender().workers[0].link_state is LinkState.EXPECTED
 
 
-def test_a_worker_that_starts_long_after_many_sends_gets_the_newest(scheme_class: Any) -> None:
+def test_a_worker_that_connects_after_many_sends_gets_the_newest_version(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     source = large(0.0)
     with scheme_class() as a, scheme_class() as b:
@@ -134,7 +134,7 @@ def test_a_worker_that_starts_long_after_many_sends_gets_the_newest(scheme_class
         assert constants(receiver.model) == {49.0}
 
 
-def test_a_worker_that_never_comes(scheme_class: Any) -> None:
+def test_a_send_to_a_worker_that_never_connects_times_out(scheme_class: Any) -> None:
     ours, _theirs = multiprocessing.Pipe()
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[ours], model=small())
@@ -153,7 +153,7 @@ def test_a_worker_that_never_comes(scheme_class: Any) -> None:
         assert sender.state is State.PENDING_ASYNC
 
 
-def test_after_the_deadline_it_can_be_waited_for_again(pair: Pair) -> None:
+def test_an_update_can_be_awaited_again_after_its_deadline(pair: Pair) -> None:
     with pytest.raises(AckTimeoutError):
         pair.sender.send(timeout=0)
     pair.receiver.receive(timeout=0)
@@ -162,7 +162,7 @@ def test_after_the_deadline_it_can_be_waited_for_again(pair: Pair) -> None:
     assert pair.sender.state is State.READY
 
 
-def test_a_worker_that_connected_but_is_silent_is_told_so(pair: Pair) -> None:
+def test_the_timeout_of_a_connected_silent_worker_says_it_has_not_answered(pair: Pair) -> None:
     pair.sync()
     with pytest.raises(AckTimeoutError, match="has not answered") as timed_out:
         pair.sender.send(timeout=0)
@@ -189,7 +189,7 @@ def test_timeout_zero_does_not_wait(pair: Pair, timeout: float) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", [1]])
-def test_a_timeout_that_is_none_is_refused(pair: Pair, timeout: Any) -> None:
+def test_an_invalid_timeout_is_refused(pair: Pair, timeout: Any) -> None:
     for call in (pair.sender.send, pair.sender.send_async, pair.receiver.receive):
         with pytest.raises(ConfigurationError, match="timeout"):
             call(timeout=timeout)
@@ -197,7 +197,7 @@ def test_a_timeout_that_is_none_is_refused(pair: Pair, timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, float("inf"), 1e12, 3e6, Timeout.DEFAULT])
-def test_long_timeouts(pair: Pair, timeout: Any) -> None:
+def test_long_and_infinite_timeouts_are_accepted(pair: Pair, timeout: Any) -> None:
     waiting = Thread(lambda: pair.sender.send(timeout=timeout))
     waiting.start()
     assert pair.receiver.receive(timeout=None if timeout is Timeout.DEFAULT else timeout)
@@ -206,7 +206,7 @@ def test_long_timeouts(pair: Pair, timeout: Any) -> None:
     assert waiting.result.ok
 
 
-def test_the_default_comes_from_the_environment(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_timeout_comes_from_the_environment(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.01")
     with pytest.raises(AckTimeoutError):
         pair.sender.send()
@@ -221,7 +221,7 @@ def test_the_default_comes_from_the_environment(pair: Pair, monkeypatch: pytest.
 # ------------------------------------------------------------------------------- what is outstanding
 
 
-def test_abandon_gives_it_up_and_the_next_send_overtakes_it(pair: Pair) -> None:
+def test_the_next_send_overtakes_an_abandoned_update(pair: Pair) -> None:
     pair.sender.send_async(small(1.0))
     report = pair.sender.abandon()
 
@@ -233,7 +233,7 @@ def test_abandon_gives_it_up_and_the_next_send_overtakes_it(pair: Pair) -> None:
     assert constants(pair.model) == {2.0}
 
 
-def test_abandon_still_tells_of_those_that_have_answered(three: Pair) -> None:
+def test_the_report_of_abandon_keeps_the_outcomes_of_workers_that_have_answered(three: Pair) -> None:
     three.sender.send_async()
     three.receivers[1].receive(timeout=0)
     report = three.sender.abandon()
@@ -251,7 +251,7 @@ def test_on_pending_raise_is_the_default(pair: Pair) -> None:
     assert pair.sender.wait_async().version == 1
 
 
-def test_on_pending_wait_waits_first(pair: Pair) -> None:
+def test_on_pending_wait_sends_once_the_outstanding_update_is_answered(pair: Pair) -> None:
     pair.sender.send_async()
     pair.receiver.receive(timeout=0)
     pair.sender.send_async(on_pending=OnPending.WAIT)
@@ -268,7 +268,7 @@ def test_on_pending_wait_is_bounded_by_the_same_timeout(pair: Pair) -> None:
     assert pair.sender.version == 1
 
 
-def test_on_pending_supersede_lists_what_each_worker_skipped(pair: Pair) -> None:
+def test_on_pending_supersede_lists_the_versions_that_each_worker_skipped(pair: Pair) -> None:
     for _ in range(3):
         pair.sender.send_async(on_pending="supersede")
     while pair.receiver.version != 3:
@@ -295,7 +295,7 @@ def test_a_goodbye_during_an_update_that_is_superseded_is_in_the_next_report(thr
 
 
 @pytest.mark.parametrize("answering", [(1,), (0, 1, 2)], ids=["abandoned", "answered"])
-def test_a_goodbye_during_an_update_that_the_schemes_next_send_settles_is_in_its_report(
+def test_a_goodbye_during_an_update_is_in_the_report_of_the_schemes_next_send(
     three: Pair, answering: tuple[int, ...]
 ) -> None:
     sends, time = SequentialSends(three.sender), Deadline(PATIENCE)
@@ -315,7 +315,7 @@ def test_a_goodbye_during_an_update_that_the_schemes_next_send_settles_is_in_its
 @pytest.mark.parametrize(
     "bad", [{"worker_ids": [9]}, {"worker_ids": []}, {"weights": object()}, {"weights": {"a": "text"}}]
 )
-def test_a_refused_send_gives_nothing_up(pair: Pair, on_pending: str, bad: dict[str, Any]) -> None:
+def test_a_refused_send_leaves_the_outstanding_update_pending(pair: Pair, on_pending: str, bad: dict[str, Any]) -> None:
     pair.sender.send_async()
     pair.sender.poll()
     if on_pending == "wait":
@@ -341,12 +341,12 @@ def test_an_unknown_option_is_refused(pair: Pair, option: str) -> None:
     ("option", "argument"),
     [(Backend, "backend"), (TensorTransport, "tensor_transport"), (SGLangPause, "pause"), (VLLMPause, "pause")],
 )
-def test_an_unknown_value_is_refused_by_the_name_of_its_argument(option: type[Option], argument: str) -> None:
+def test_the_error_for_an_unknown_option_value_names_its_argument(option: type[Option], argument: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{argument}='shrug' is unknown: choose one of"):
         option("shrug")
 
 
-def test_poll_takes_in_what_has_arrived(three: Pair) -> None:
+def test_poll_reads_answers_and_reports_the_outcomes_so_far(three: Pair) -> None:
     assert three.sender.poll() is None
     three.sender.send_async()
     three.receivers[2].receive(timeout=0)
@@ -355,7 +355,7 @@ def test_poll_takes_in_what_has_arrived(three: Pair) -> None:
     assert [report[i].kind.name for i in range(3)] == ["PENDING", "PENDING", "APPLIED"]
 
 
-def test_on_failure_report_returns_whatever_is_in_it(three: Pair) -> None:
+def test_on_failure_report_returns_failures_instead_of_raising(three: Pair) -> None:
     three.receivers[0].model.extra = small()
     three.sender.send_async()
     for receiver in three.receivers[:2]:
@@ -368,7 +368,7 @@ def test_on_failure_report_returns_whatever_is_in_it(three: Pair) -> None:
     assert report.failed == (0, 2)
 
 
-def test_failures_of_several_kinds_are_a_sync_error_and_no_subclass(three: Pair) -> None:
+def test_failures_of_several_kinds_raise_sync_error_and_no_subclass(three: Pair) -> None:
     three.receivers[0].model.extra = small()
     three.sender.send_async()
     three.receivers[0].receive(timeout=0)
@@ -412,7 +412,7 @@ def test_a_late_joiner_catches_up(pair: Pair, scheme_class: Any) -> None:
         assert pair.sender.workers[1].served == 1
 
 
-def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: Any) -> None:
+def test_a_joiner_gets_no_update_that_was_not_addressed_to_it(pair: Pair, scheme_class: Any) -> None:
     pair.sync(worker_ids=[0])
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as late:
@@ -423,7 +423,9 @@ def test_a_joiner_gets_nothing_that_was_not_due_to_it(pair: Pair, scheme_class: 
         assert late.get_receiver().version is None
 
 
-def test_g12_a_joiner_gets_what_was_sent_to_all_though_others_got_newer(pair: Pair, scheme_class: Any) -> None:
+def test_g12_a_joiner_gets_the_latest_version_sent_to_all_not_a_newer_one_sent_to_some(
+    pair: Pair, scheme_class: Any
+) -> None:
     pair.sync()
     pair.sync(small(2.0), worker_ids=[0])
     ours, theirs = multiprocessing.Pipe()
@@ -514,7 +516,7 @@ def test_a_worker_that_closes_is_removed(scheme_class: Any, crew: Crew) -> None:
         assert dict(sender.send(allow_empty=True).outcomes) == {}
 
 
-def test_all_targets_lost_is_refused_without_a_version(scheme_class: Any, crew: Crew) -> None:
+def test_a_send_whose_targets_are_all_lost_raises_without_using_a_version(scheme_class: Any, crew: Crew) -> None:
     (worker,) = crew.start(scheme_class())
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=small())
@@ -532,7 +534,7 @@ def test_all_targets_lost_is_refused_without_a_version(scheme_class: Any, crew: 
         assert sender.state is State.READY
 
 
-def test_removing_a_worker_that_owes_tells_it_lost(three: Pair) -> None:
+def test_a_worker_removed_before_it_answers_is_reported_lost(three: Pair) -> None:
     three.sender.send_async()
     three.sender.remove_worker(1)
     for index in (0, 2):
@@ -545,7 +547,7 @@ def test_removing_a_worker_that_owes_tells_it_lost(three: Pair) -> None:
         three.receivers[1].receive(timeout=PATIENCE)
 
 
-def test_a_worker_that_is_added_while_another_thread_closes_has_its_link_closed(pair: Pair) -> None:
+def test_close_during_add_worker_closes_the_new_workers_link(pair: Pair) -> None:
     ours, theirs = multiprocessing.Pipe()
 
     class Context:
@@ -564,7 +566,7 @@ def test_a_worker_that_is_added_while_another_thread_closes_has_its_link_closed(
 
 
 @pytest.mark.parametrize("worker_id", [-1, True, "1", 1.0, None])
-def test_bad_ids_of_joiners_are_refused(pair: Pair, worker_id: Any) -> None:
+def test_add_worker_refuses_invalid_worker_ids(pair: Pair, worker_id: Any) -> None:
     ours, _theirs = multiprocessing.Pipe()
     with pytest.raises(ConfigurationError, match="worker's id"):
         pair.sender.add_worker(worker_id, ours)
@@ -573,7 +575,7 @@ def test_bad_ids_of_joiners_are_refused(pair: Pair, worker_id: Any) -> None:
 
 
 @pytest.mark.parametrize("pipe", [None, 3, "pipe", object()])
-def test_what_is_no_pipe_is_refused(pair: Pair, pipe: Any) -> None:
+def test_add_worker_refuses_objects_that_are_not_pipes(pair: Pair, pipe: Any) -> None:
     with pytest.raises(ConfigurationError):
         pair.sender.add_worker(1, pipe)
 
@@ -585,7 +587,7 @@ def test_removing_an_unknown_worker_is_refused(pair: Pair) -> None:
         pair.sender.remove_worker(7)
 
 
-def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class: Any) -> None:
+def test_a_send_without_workers_raises_unless_allow_empty_is_given(scheme_class: Any) -> None:
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[], model=small())
         with pytest.raises(ConfigurationError, match="there are no workers to send to"):
@@ -596,7 +598,7 @@ def test_without_workers_the_report_is_empty_where_that_is_allowed(scheme_class:
         assert scheme.get_sender().version == 0
 
 
-def test_a_sender_that_begins_without_workers_sends_to_those_that_are_added(scheme_class: Any) -> None:
+def test_a_sender_initialized_without_workers_sends_to_workers_added_later(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as scheme, scheme_class() as worker:
         scheme.init_on_sender("policy", num_workers=0, model=filled(small(), 4.0))
@@ -611,7 +613,7 @@ def test_a_sender_that_begins_without_workers_sends_to_those_that_are_added(sche
 
 
 @pytest.mark.parametrize("on_pending", ["wait", "supersede"])
-def test_a_send_that_finds_no_worker_settles_the_outstanding_update_and_reports_it(pair: Pair, on_pending: str) -> None:
+def test_a_send_without_workers_settles_the_outstanding_update_and_reports_it(pair: Pair, on_pending: str) -> None:
     pair.sync()
     pair.sender.send_async()
     pair.receiver.close()
@@ -625,7 +627,7 @@ def test_a_send_that_finds_no_worker_settles_the_outstanding_update_and_reports_
         assert (report.previous, list(report.left)) == (None, [0])
 
 
-def test_a_send_that_finds_no_worker_raises_what_became_of_the_update_it_waited_for(pair: Pair) -> None:
+def test_a_send_without_workers_raises_the_failure_of_the_update_it_waited_for(pair: Pair) -> None:
     pair.sync()
     pair.sender.send_async()
     pair.receiver.close()
@@ -638,7 +640,7 @@ def test_a_send_that_finds_no_worker_raises_what_became_of_the_update_it_waited_
 
 @pytest.mark.parametrize("allow_empty", [True, False])
 @pytest.mark.parametrize("verb", ["send", "send_async"])
-def test_a_send_whose_last_worker_leaves_while_weights_are_packed_reports_none_where_that_is_allowed(
+def test_a_send_whose_last_worker_leaves_during_packing_raises_unless_allow_empty_is_given(
     pair: Pair, verb: str, allow_empty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.sync()
@@ -661,7 +663,7 @@ def test_a_send_whose_last_worker_leaves_while_weights_are_packed_reports_none_w
 
 
 @pytest.mark.parametrize("on_failure", OnFailure)
-def test_close_wakes_a_thread_that_waits(pair: Pair, on_failure: OnFailure) -> None:
+def test_close_wakes_a_thread_that_waits_in_send(pair: Pair, on_failure: OnFailure) -> None:
     waiting_now = reach(pair.sender, State.AWAITING_ACK)
     waiting = Thread(lambda: pair.sender.send(timeout=None, on_failure=on_failure))
     waiting.start()
@@ -673,7 +675,7 @@ def test_close_wakes_a_thread_that_waits(pair: Pair, on_failure: OnFailure) -> N
     assert error.report[0].kind is OutcomeKind.ABANDONED
 
 
-def test_close_wakes_a_receiver_that_waits(pair: Pair) -> None:
+def test_close_wakes_a_thread_that_waits_in_receive(pair: Pair) -> None:
     waiting = Thread(lambda: pair.receiver.receive(timeout=None))
     waiting.start()
     pair.receiver.close()
@@ -704,7 +706,9 @@ def test_a_second_threads_send_is_refused_while_the_first_waits(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("ask", ["send_async", "poll"])
-def test_a_close_by_another_thread_comes_before_a_call_or_after_it(pair: Pair, ask: str, monkeypatch: Any) -> None:
+def test_a_close_by_another_thread_takes_effect_after_a_running_send_async_or_poll(
+    pair: Pair, ask: str, monkeypatch: Any
+) -> None:
     """Otherwise the call would get a report without a version, although one was sent (found by frontrun)."""
     if ask == "poll":
         pair.sender.send_async()
@@ -723,7 +727,7 @@ def test_a_close_by_another_thread_comes_before_a_call_or_after_it(pair: Pair, a
     assert pair.sender.state is State.CLOSED
 
 
-def test_many_threads_send_and_each_is_told_of_its_own_version(scheme_class: Any, crew: Crew) -> None:
+def test_concurrent_sends_of_many_threads_each_report_their_own_version(scheme_class: Any, crew: Crew) -> None:
     (worker,) = crew.start(scheme_class())
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=small(3.0))
@@ -749,7 +753,7 @@ def test_many_threads_send_and_each_is_told_of_its_own_version(scheme_class: Any
     assert sorted(found) == list(range(1, 41))
 
 
-def test_another_threads_serving_block_delays_the_swap_and_deadlocks_nobody(pair: Pair) -> None:
+def test_another_threads_serving_block_delays_the_swap_without_a_deadlock(pair: Pair) -> None:
     inside, enough = threading.Event(), threading.Event()
 
     def act() -> list[Any]:
@@ -796,7 +800,7 @@ def test_receive_keeps_its_deadline_while_another_thread_serves(pair: Pair) -> N
     assert pair.receiver.receive(timeout=0) is True
 
 
-def test_nothing_becomes_live_inside_ones_own_serving_block(pair: Pair) -> None:
+def test_no_version_is_applied_inside_the_threads_own_serving_block(pair: Pair) -> None:
     pair.sync()
     filled(pair.source, 2.0)
     pair.sender.send_async()
@@ -811,7 +815,7 @@ def test_nothing_becomes_live_inside_ones_own_serving_block(pair: Pair) -> None:
 # ------------------------------------------------------ with on_pending="wait", the earlier update is reported too
 
 
-def with_one_lost(three: Pair) -> None:
+def lose_one_worker(three: Pair) -> None:
     """Leave version 1 outstanding: worker 1 is lost, and the others have applied it."""
     three.sender.send_async()
     three.receivers[1]._driver._links[1].close()
@@ -823,8 +827,8 @@ def serve_the_survivors(three: Pair) -> list[Any]:
     return [three.receivers[index].receive(timeout=0) for index in (0, 2)]
 
 
-def test_g11_a_send_that_waited_first_serves_the_survivors_and_reports_both(three: Pair) -> None:
-    with_one_lost(three)
+def test_g11_a_send_after_a_wait_serves_the_survivors_and_reports_both_versions(three: Pair) -> None:
+    lose_one_worker(three)
     report = three.sender.send(on_pending="wait", on_failure="report", timeout=0)
 
     assert (report.version, three.sender.version) == (2, 2)
@@ -835,8 +839,8 @@ def test_g11_a_send_that_waited_first_serves_the_survivors_and_reports_both(thre
     assert three.sender.wait_async(on_failure="report").previous is None
 
 
-def test_g11_a_send_that_waited_first_raises_for_both_once_the_survivors_are_served(three: Pair) -> None:
-    with_one_lost(three)
+def test_g11_a_send_after_a_wait_raises_for_both_versions_once_survivors_are_served(three: Pair) -> None:
+    lose_one_worker(three)
     with ThreadPoolExecutor(2) as beside:
         serving = [beside.submit(three.receivers[index].receive, PATIENCE) for index in (0, 2)]
         with pytest.raises(WorkerLostError) as lost:
@@ -848,7 +852,7 @@ def test_g11_a_send_that_waited_first_raises_for_both_once_the_survivors_are_ser
     assert "version 2 of 'policy' did not reach 1 of 3" in str(lost.value)
 
 
-def test_g11_a_send_async_that_waited_first_raises_for_the_one_before_once_it_is_dispatched(three: Pair) -> None:
+def test_g11_send_async_after_a_wait_dispatches_then_raises_the_earlier_updates_failure(three: Pair) -> None:
     three.receivers[1].model.more = small()
     three.sender.send_async()
     for receiver in three.receivers:
@@ -859,17 +863,17 @@ def test_g11_a_send_async_that_waited_first_raises_for_the_one_before_once_it_is
     assert serve_the_survivors(three) == [True, True]
 
 
-def test_g11_progress_reads_answers_and_counts_no_outcome_as_told(pair: Pair) -> None:
+def test_g11_progress_reads_answers_without_marking_outcomes_as_reported(pair: Pair) -> None:
     pair.sender.send_async()
-    untold = pair.sender._reporter._previous = pair.sender._reporter.so_far(OutcomeKind.PENDING)
+    unreported = pair.sender._reporter._previous = pair.sender._reporter.so_far(OutcomeKind.PENDING)
     pair.receiver.receive(timeout=0)
     pair.sender.progress()
 
     assert pair.sender.workers[0].served == 1
-    assert pair.sender.wait_async(timeout=0, on_failure="report").previous is untold
+    assert pair.sender.wait_async(timeout=0, on_failure="report").previous is unreported
 
 
-def test_g5_a_send_whose_time_is_up_while_it_waits_sends_nothing_and_says_so(pair: Pair) -> None:
+def test_g5_a_send_whose_deadline_passes_while_it_waits_reports_that_nothing_was_sent(pair: Pair) -> None:
     pair.sender.send_async()
     report = pair.sender.send(on_pending="wait", on_failure="report", timeout=0)
 
@@ -882,7 +886,7 @@ def test_g5_a_send_whose_time_is_up_while_it_waits_sends_nothing_and_says_so(pai
 # ------------------------------------------------------------------------------------ what reports say of waits
 
 
-def test_the_time_until_a_worker_connects_is_measured_apart(pair: Pair) -> None:
+def test_the_time_until_a_worker_connects_is_reported_separately(pair: Pair) -> None:
     with FakeClock() as clock:
         pair.sender.send_async()
         clock.advance(17)
@@ -900,9 +904,7 @@ def test_the_time_until_a_worker_connects_is_measured_apart(pair: Pair) -> None:
     assert (later.connect_s, later.transfer_s) == (0, pytest.approx(2))
 
 
-def test_the_time_to_write_an_update_counts_as_that_of_its_transfer(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_to_write_an_update_counts_as_transfer_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.sync()
     (link,) = pair.sender.transports().values()
     with FakeClock() as clock:
@@ -936,7 +938,7 @@ def test_the_wait_for_an_earlier_update_does_not_count_as_packing(pair: Pair, mo
     assert (report.pack_s, report.transfer_s) == (0, pytest.approx(3))
 
 
-def test_sender_and_receiver_say_their_state_and_version_in_their_repr(pair: Pair) -> None:
+def test_the_repr_of_sender_and_receiver_shows_state_and_version(pair: Pair) -> None:
     assert repr(pair.receiver) == "<WeightReceiver of 'policy': uninitialized, no version yet>"
     pair.sender.send_async()
     assert pair.receiver.receive(timeout=PATIENCE)
@@ -946,7 +948,7 @@ def test_sender_and_receiver_say_their_state_and_version_in_their_repr(pair: Pai
     assert repr(copy.copy(pair.sender)) == "<WeightSender of 'policy': uninitialized, no version yet>"
 
 
-def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
+def test_the_reason_of_a_timeout_says_whether_the_worker_has_connected_and_read_the_update(pair: Pair) -> None:
     with FakeClock() as clock:
         never = pair.sender.send(timeout=0, on_failure="report")[0].reason
         pair.receiver.receive(timeout=0)
@@ -967,7 +969,7 @@ def test_a_timeout_says_what_is_known_of_the_worker(pair: Pair) -> None:
     assert read == answered + "it has read the update, and has not applied it yet: a step or a loader may be running"
 
 
-def test_a_worker_whose_process_was_never_started_is_named_with_what_to_do(scheme_class: Any) -> None:
+def test_the_reason_of_a_timeout_says_that_the_workers_process_was_not_started(scheme_class: Any) -> None:
     (ours, theirs), process = multiprocessing.Pipe(), multiprocessing.Process(target=print)
     with ours, theirs, scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[ours], processes=[process], model=small(1.0))
@@ -1046,7 +1048,7 @@ def test_g10_a_worker_that_dies_before_it_has_connected_ends_the_send(scheme_cla
     theirs.close()
 
 
-def test_g10_a_process_may_be_started_after_the_send_and_be_dead_before_the_wait(scheme_class: Any) -> None:
+def test_g10_a_process_started_after_the_send_and_dead_before_the_wait_is_noticed(scheme_class: Any) -> None:
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
     scheme, theirs = unconnected(scheme_class, [process])
     scheme.get_sender().send_async()
@@ -1060,7 +1062,7 @@ def test_g10_a_process_may_be_started_after_the_send_and_be_dead_before_the_wait
     theirs.close()
 
 
-def test_the_loss_of_a_worker_that_is_awaited_ends_in_one_full_stop() -> None:
+def test_the_await_workers_error_for_a_lost_worker_has_a_single_full_stop() -> None:
     sender = MultiProcessWeightSyncScheme().create_sender()
     ours, theirs = multiprocessing.Pipe()
     sender.add_worker(0, ours)
@@ -1103,7 +1105,7 @@ def test_g10_a_process_that_starts_and_dies_during_a_wait_is_noticed(scheme_clas
 
 
 @pytest.mark.parametrize("processes", [5, "0", [], [None], [0], [True], {3: 1}, ["pid"], [1, 2]])
-def test_processes_that_are_none_or_of_others_are_refused(scheme_class: Any, processes: Any) -> None:
+def test_init_refuses_invalid_processes_and_processes_of_unknown_workers(scheme_class: Any, processes: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     scheme = scheme_class()
     with pytest.raises(ConfigurationError, match="process"):
@@ -1157,7 +1159,7 @@ def refused(call: Callable[[], Any]) -> StateError:
     return caught.value
 
 
-def test_g5_a_second_send_says_who_is_awaited_and_what_can_be_done(three: Pair) -> None:
+def test_g5_the_error_of_a_second_send_names_the_awaited_workers_and_the_allowed_calls(three: Pair) -> None:
     three.sync()
     three.sender.send_async()
     three.receivers[1].receive(timeout=0)
@@ -1191,7 +1193,7 @@ def test_g5_a_second_send_says_who_is_awaited_and_what_can_be_done(three: Pair) 
         lambda pair: (lambda: pair.receiver.apply_weights({}), "apply_weights"),
     ],
 )
-def test_g9_what_is_closed_says_so_of_the_method_called(pair: Pair, call: Any) -> None:
+def test_g9_a_method_of_a_closed_sender_or_receiver_raises_an_error_that_names_it(pair: Pair, call: Any) -> None:
     pair.sync()
     pair.sender.close()
     pair.receiver.close()
@@ -1205,7 +1207,7 @@ def test_g9_what_is_closed_says_so_of_the_method_called(pair: Pair, call: Any) -
 
 
 @pytest.mark.parametrize("name", ["await_workers", "update_weights"])
-def test_what_waits_or_sends_by_another_name_is_refused_by_its_own(pair: Pair, name: str) -> None:
+def test_errors_of_await_workers_and_update_weights_name_the_called_method(pair: Pair, name: str) -> None:
     call = {
         "await_workers": lambda: pair.sender.await_workers(0),
         "update_weights": lambda: pair.sender.update_weights(small()),
@@ -1221,7 +1223,7 @@ def test_what_waits_or_sends_by_another_name_is_refused_by_its_own(pair: Pair, n
     assert str(closed).startswith(f"{name}(): this sender is closed for good.")
 
 
-def test_a_scheme_that_was_closed_before_it_connected_says_so_of_the_method_called(pair: Pair) -> None:
+def test_errors_of_a_scheme_closed_before_connect_name_the_called_method(pair: Pair) -> None:
     pair.scheme.close()
     pair.schemes[0].close()
     worker = pair.schemes[0]
@@ -1233,7 +1235,7 @@ def test_a_scheme_that_was_closed_before_it_connected_says_so_of_the_method_call
         assert error.allowed == ("close",)
 
 
-def test_a_call_beside_a_wait_is_told_of_the_wait(pair: Pair) -> None:
+def test_the_error_of_a_call_during_another_threads_wait_names_that_wait(pair: Pair) -> None:
     waiting = Thread(lambda: pair.sender.send(timeout=PATIENCE))
     waiting.start()
     while pair.sender.state is not State.AWAITING_ACK:
@@ -1245,7 +1247,7 @@ def test_a_call_beside_a_wait_is_told_of_the_wait(pair: Pair) -> None:
     assert "wait_async(): another call waits for version 1, which still awaits worker 0." in str(error)
 
 
-def test_a_send_in_a_signal_handler_is_told_of_the_wait_that_the_signal_interrupted(pair: Pair) -> None:
+def test_the_error_of_a_send_in_a_signal_handler_names_the_interrupted_wait(pair: Pair) -> None:
     refusals: list[StateError] = []
 
     def handler(*_: Any) -> None:
@@ -1271,7 +1273,7 @@ def test_a_send_in_a_signal_handler_is_told_of_the_wait_that_the_signal_interrup
 
 
 @pytest.mark.parametrize(("remark", "told"), [("did it start?", "did it start? They"), ("it ended", "it ended. They")])
-def test_a_remark_about_a_worker_that_did_not_connect_ends_as_one_sentence(
+def test_a_remark_about_an_unconnected_worker_ends_with_one_punctuation_mark(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, remark: str, told: str
 ) -> None:
     monkeypatch.setattr(pair.sender._driver, "remark", lambda _: remark)
@@ -1333,7 +1335,9 @@ WRONG_INITS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("argument", "call"), WRONG_CALLS)
-def test_an_argument_of_a_wrong_type_is_named(pair: Pair, argument: str, call: Callable[[Pair], Any]) -> None:
+def test_errors_for_arguments_of_a_wrong_type_name_the_argument(
+    pair: Pair, argument: str, call: Callable[[Pair], Any]
+) -> None:
     before = pair.sender._driver.data
     with pytest.raises(ConfigurationError, match=rf"^{argument}="):
         call(pair)
@@ -1342,14 +1346,14 @@ def test_an_argument_of_a_wrong_type_is_named(pair: Pair, argument: str, call: C
 
 
 @pytest.mark.parametrize("zero", [torch.tensor(0), numpy.array(0), numpy.int64(0)])
-def test_a_worker_may_be_named_by_an_integer_of_torch_or_numpy(pair: Pair, zero: Any) -> None:
+def test_worker_ids_may_be_integers_of_torch_or_numpy(pair: Pair, zero: Any) -> None:
     pair.sender.send_async(worker_ids=zero)
 
     assert pair.sender.owing == (0,)
 
 
 @pytest.mark.parametrize(("argument", "value"), WRONG_INITS)
-def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argument: str, value: Any) -> None:
+def test_errors_for_invalid_arguments_of_init_name_the_argument(scheme_class: Any, argument: str, value: Any) -> None:
     given: dict[str, Any] = {"model_id": "policy", "model": small(), argument: value}
     if argument == "ctx":
         given["num_workers"] = 1
@@ -1362,12 +1366,14 @@ def test_an_argument_of_init_of_a_wrong_type_is_named(scheme_class: Any, argumen
 
 @pytest.mark.parametrize("argument", ["sync", "per_worker_weights"])
 @pytest.mark.parametrize("value", ["yes", 1, None])
-def test_a_switch_of_a_scheme_that_is_neither_on_nor_off_is_named(scheme_class: Any, argument: str, value: Any) -> None:
+def test_errors_for_scheme_switches_that_are_not_bool_name_the_argument(
+    scheme_class: Any, argument: str, value: Any
+) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{argument}="):
         scheme_class(**{argument: value})
 
 
-def test_a_report_that_another_thread_asks_for_as_a_version_is_dispatched_is_of_that_version(
+def test_a_report_polled_by_another_thread_during_dispatch_is_of_the_dispatched_version(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the report had the bytes of the version before, and times that counted from its dispatch."""

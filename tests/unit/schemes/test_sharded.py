@@ -117,7 +117,7 @@ def send_another(setup: WorkerSetup) -> None:
     send_sharded(setup.scheme, {"other": torch.zeros(3)}, timeout=PATIENCE)
 
 
-def send_placed(setup: WorkerSetup, rank: int) -> None:
+def send_with_inconsistent_placements(setup: WorkerSetup, rank: int) -> None:
     """Send two tensors of one mesh. The first is sharded on one rank, and whole on the other."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # noqa: PLC0415
 
@@ -189,7 +189,7 @@ def send_counted(setup: WorkerSetup, rank: int, alone: bool) -> Any:
     return None
 
 
-def send_what_cannot_be_sent(setup: WorkerSetup) -> None:
+def send_meta_tensor(setup: WorkerSetup) -> None:
     send_sharded(setup.scheme, {"other": torch.zeros(3, device="meta")}, timeout=PATIENCE)
 
 
@@ -239,7 +239,7 @@ def send_unreadable(setup: WorkerSetup, rank: int, reads: int) -> Any:
     return send(setup)
 
 
-def send_as_two(setup: WorkerSetup, rank: int) -> None:
+def send_with_a_scheme_on_every_rank(setup: WorkerSetup, rank: int) -> None:
     scheme = MultiProcessWeightSyncScheme()
     scheme.init_on_sender("policy", num_workers=1)
     with scheme:
@@ -341,7 +341,7 @@ def test_whole_weights_reach_the_worker_and_every_rank_returns_the_report(ranks:
     assert ranks.do(timeouts) == ordinary
 
 
-def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
+def test_send_refuses_shards_and_advises_send_sharded(ranks: Ranks) -> None:
     with pytest.raises(LayoutError, match=r"'0\.weight' is a DTensor.*weightsync\.send_sharded\(\) on every rank"):
         ranks.ranks[0].do(send_shards)
     ranks.do(double)  # the parameters are whole now, and older than the shards
@@ -354,14 +354,14 @@ def test_shards_never_travel_as_if_they_were_weights(ranks: Ranks) -> None:
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
 
-def test_shards_are_refused_as_what_a_scheme_would_send_by_itself(ranks: Ranks) -> None:
+def test_init_on_sender_refuses_shards_as_its_source_of_weights(ranks: Ranks) -> None:
     errors = ranks.ranks[0].do(register_shards)
     assert len(errors) == 6
     assert all("weightsync.send_sharded(scheme, model) on every rank" in each for each in errors)
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
 
-def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks) -> None:
+def test_ranks_with_inconsistent_weights_or_schemes_all_raise_and_send_nothing(ranks: Ranks) -> None:
     ranks.ranks[1].tell(send_another)
     ranks.ranks[0].tell(send)
     ranks.receive()
@@ -369,7 +369,7 @@ def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks)
     assert [type(error) for error in found] == [LayoutError, LayoutError]
     assert "Ranks [1] hold a model with other names" in str(found[0])
 
-    ranks.ranks[1].tell(send_what_cannot_be_sent)
+    ranks.ranks[1].tell(send_meta_tensor)
     ranks.ranks[0].tell(send)
     ranks.receive()
     found = [_outcome(each) for each in ranks.ranks]
@@ -377,7 +377,7 @@ def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks)
     assert "Ranks [1] hold weights that cannot be sent" in str(found[0])
     assert "'other' is on the meta device" in str(found[1])
 
-    ranks.ranks[1].tell(send_as_two, 1)
+    ranks.ranks[1].tell(send_with_a_scheme_on_every_rank, 1)
     ranks.ranks[0].tell(send)
     ranks.receive()
     found = [_outcome(each) for each in ranks.ranks]
@@ -389,7 +389,7 @@ def test_ranks_that_do_not_fit_together_all_raise_and_send_nothing(ranks: Ranks)
 
 def test_ranks_that_place_a_tensor_differently_all_raise_and_send_nothing(ranks: Ranks) -> None:
     for rank, each in enumerate(ranks.ranks):
-        each.tell(send_placed, rank)
+        each.tell(send_with_inconsistent_placements, rank)
     ranks.receive()
     found = [_outcome(each) for each in ranks.ranks]
     assert [type(error) for error in found] == [LayoutError, LayoutError]
@@ -397,13 +397,13 @@ def test_ranks_that_place_a_tensor_differently_all_raise_and_send_nothing(ranks:
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
 
-def test_replicas_whose_shards_are_on_meshes_of_their_own_are_sent(ranks: Ranks) -> None:
+def test_replicas_sharded_over_their_own_meshes_are_sent(ranks: Ranks) -> None:
     assert [(report.version, report.ok) for report in ranks.do(send_replica)] == [(1, True), (1, True)]
     want = model(2).state_dict()
     assert all(torch.equal(tensor, want[name]) for name, tensor in ranks.model.state_dict().items())
 
 
-def test_shards_that_are_kept_on_the_cpu_are_gathered_where_their_mesh_communicates(crew: Crew, tmp_path: Path) -> None:
+def test_offloaded_shards_are_gathered_on_the_device_of_their_mesh(crew: Crew, tmp_path: Path) -> None:
     destination = nn.Module()
     destination.bias = nn.Parameter(torch.zeros(4))
     ranks = Ranks(crew, tmp_path, destination)
@@ -415,7 +415,7 @@ def test_shards_that_are_kept_on_the_cpu_are_gathered_where_their_mesh_communica
     ranks.scheme.close()
 
 
-def test_a_rank_outside_of_the_group_is_told_so(ranks: Ranks) -> None:
+def test_send_sharded_raises_on_a_rank_outside_of_the_group(ranks: Ranks) -> None:
     for rank, each in enumerate(ranks.ranks):
         each.tell(send_within_another_group, rank)
     ranks.receive()
@@ -457,7 +457,7 @@ def test_a_failed_send_is_raised_on_every_rank(crew: Crew, tmp_path: Path) -> No
     ranks.scheme.close()
 
 
-def test_a_rank_that_has_not_connected_says_so_on_every_rank(ranks: Ranks) -> None:
+def test_an_unconnected_scheme_raises_on_every_rank(ranks: Ranks) -> None:
     for rank, each in enumerate(ranks.ranks):
         each.tell(send_unconnected, rank)
     found = [_outcome(each) for each in ranks.ranks]
@@ -467,7 +467,7 @@ def test_a_rank_that_has_not_connected_says_so_on_every_rank(ranks: Ranks) -> No
     assert [report.version for report in ranks.do(send)] == [1, 1]
 
 
-def test_extra_state_that_cannot_be_read_fails_every_rank_at_once_and_only_the_sending_ranks_is_read(
+def test_unreadable_extra_state_fails_all_ranks_and_is_read_on_the_sending_rank_only(
     ranks: Ranks,
 ) -> None:
     for reads in (1, 0):
@@ -483,7 +483,7 @@ def test_extra_state_that_cannot_be_read_fails_every_rank_at_once_and_only_the_s
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["raises", "is killed"])
-def test_a_rank_that_fails_amid_a_collective_fails_the_others(ranks: Ranks, dies: bool) -> None:
+def test_a_rank_that_fails_during_a_collective_fails_the_others(ranks: Ranks, dies: bool) -> None:
     ranks.ranks[1].tell(fail_while_gathering, dies)
     ranks.ranks[0].tell(send)
     if dies:
@@ -498,7 +498,7 @@ def test_a_rank_that_fails_amid_a_collective_fails_the_others(ranks: Ranks, dies
     assert ranks.scheme.get_receiver().version is None
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks: Ranks) -> None:
+def test_send_sharded_raises_at_the_deadline_if_a_rank_does_not_call_it(ranks: Ranks) -> None:
     with pytest.raises(TransportError, match=r"could not compare what the ranks hold: .*\. Nothing was sent\."):
         ranks.ranks[0].do(send, 0.3)
 
@@ -511,18 +511,18 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks: Ranks
     ],
     ids=["meta", "bits8"],
 )
-def test_what_cannot_be_sent_even_whole_is_refused_by_name(tensor: torch.Tensor, said: str) -> None:
+def test_weights_that_cannot_be_sent_even_unsharded_are_refused_by_name(tensor: torch.Tensor, said: str) -> None:
     with pytest.raises(LayoutError, match=f"^'b' {said}") as caught:
         ShardedWeights({"a": torch.ones(2), "b": tensor})
     assert said in caught.value.mismatched["b"]
 
 
-def test_without_a_process_group_it_says_so() -> None:
+def test_send_sharded_without_a_process_group_advises_init_process_group() -> None:
     with pytest.raises(ConfigurationError, match="init_process_group"):
         send_sharded(None, nn.Linear(1, 1))
 
 
-def test_the_other_ranks_are_told_of_the_failure_of_an_update_before_this_one() -> None:
+def test_other_ranks_raise_for_the_failure_of_the_previous_update() -> None:
     refused, applied = ({0: Outcome(kind=kind)} for kind in (OutcomeKind.REFUSED, OutcomeKind.APPLIED))
     before = SyncReport(model_id="policy", version=1, incarnation=1, outcomes=refused)
     report = SyncReport(model_id="policy", version=2, incarnation=1, outcomes=applied, previous=before)
@@ -534,7 +534,7 @@ def test_the_other_ranks_are_told_of_the_failure_of_an_update_before_this_one() 
     assert _report_from_sender(sent, 3, OnFailure.REPORT) == caught.value.report
 
 
-def test_a_collective_is_given_the_time_that_is_left_and_a_grace_for_the_report() -> None:
+def test_collectives_are_limited_to_the_time_left_plus_a_grace_for_the_report() -> None:
     given: list[float] = []
     backend = SimpleNamespace(_set_default_timeout=lambda timeout: given.append(timeout.total_seconds()))
 

@@ -29,7 +29,7 @@ def tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [small, large])
-def test_g7_a_worker_that_was_passed_the_policy_writes_neither_into_it_nor_into_other_workers(
+def test_g7_a_worker_given_the_shared_policy_writes_into_neither_it_nor_other_workers(
     scheme_class: Any, make: Any
 ) -> None:
     policy = make(1.0)
@@ -48,7 +48,7 @@ def test_g7_a_worker_that_was_passed_the_policy_writes_neither_into_it_nor_into_
 
 
 @pytest.mark.parametrize("make", [small, large])
-def test_g2_a_model_that_was_passed_on_to_a_process_serves_every_later_version(scheme_class: Any, make: Any) -> None:
+def test_g2_a_model_moved_to_shared_memory_serves_every_later_version(scheme_class: Any, make: Any) -> None:
     """`share_memory()` moves storages, as `queue.put(model.state_dict())` does: they are no longer views of a slot."""
     with contextlib.closing(Pair(scheme_class, model=make)) as both:
         for version in range(1, 13):
@@ -61,7 +61,7 @@ def test_g2_a_model_that_was_passed_on_to_a_process_serves_every_later_version(s
 
 
 @pytest.mark.parametrize("make", [small, large])
-def test_a_model_that_is_served_no_longer_keeps_its_weights(scheme_class: Any, make: Any) -> None:
+def test_a_replaced_model_keeps_its_last_weights(scheme_class: Any, make: Any) -> None:
     with contextlib.closing(Pair(scheme_class, model=make)) as both:
         for fill in (1.0, 2.0, 3.0):
             filled(both.source, fill)
@@ -78,7 +78,7 @@ def test_a_model_that_is_served_no_longer_keeps_its_weights(scheme_class: Any, m
         assert not any(parameter.is_inference() for parameter in parameters)
 
 
-def test_tied_parameters_of_a_model_that_is_served_no_longer_stay_tied() -> None:
+def test_tied_parameters_of_a_replaced_model_stay_tied() -> None:
     def tied(fill: float) -> nn.Module:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         model[1].weight = nn.Parameter(model[0].weight.data)
@@ -94,7 +94,7 @@ def test_tied_parameters_of_a_model_that_is_served_no_longer_stay_tied() -> None
     assert (before[1].weight.unique().tolist(), before[0].bias.unique().tolist()) == ([5.0], [1.0])
 
 
-def test_tensors_of_one_storage_stay_in_one_storage() -> None:
+def test_unshare_keeps_tensors_of_one_storage_together() -> None:
     flat = torch.arange(6.0).share_memory_()
     head, tail = nn.Parameter(flat[:4].view(2, 2).t()), flat[4:]
 
@@ -106,7 +106,7 @@ def test_tensors_of_one_storage_stay_in_one_storage() -> None:
     assert not unshare([head, tail])
 
 
-def test_g7_tensors_of_a_device_are_moved_if_they_were_passed_between_processes() -> None:
+def test_g7_unshare_moves_device_tensors_that_were_passed_between_processes() -> None:
     """On a GPU, `is_shared()` is always true. Torch's cache tells which tensors were passed, on any kind of device."""
     flat, own = torch.empty(6, device="meta"), torch.empty(3, device="meta")
     shared_cache["a handle"] = StorageWeakRef(flat.untyped_storage())
@@ -120,7 +120,7 @@ def test_g7_tensors_of_a_device_are_moved_if_they_were_passed_between_processes(
         del shared_cache["a handle"]
 
 
-def test_a_parameter_that_was_made_in_inference_mode_is_moved_too() -> None:
+def test_unshare_moves_parameters_made_in_inference_mode() -> None:
     with torch.inference_mode():
         weight = nn.Linear(2, 2).share_memory().weight
     before = weight.tolist()

@@ -38,7 +38,7 @@ def rollout(jobs: list[tuple[Any, Any]], results: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_both_schemes_end_to_end(method: str, forkserver: Any) -> None:
+def test_both_schemes_deliver_all_versions_under_each_start_method(method: str, forkserver: Any) -> None:
     context = forkserver if method == "forkserver" else multiprocessing.get_context(method)
     source = large(0.0)
     results, far = context.Pipe()
@@ -60,7 +60,7 @@ def test_both_schemes_end_to_end(method: str, forkserver: Any) -> None:
     assert process.exitcode == 0
 
 
-def test_the_example_of_the_readme(
+def test_the_readme_example_runs_and_prints_its_report(
     tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example, _ = blocks("README.md")  # the second block is a test of worker groups
@@ -85,7 +85,7 @@ def test_the_example_of_the_readme(
     assert "version 1 of 'policy' [worker 0: APPLIED, worker 1: APPLIED]" in capsys.readouterr().out
 
 
-def test_the_python_of_the_guide(scheme_class: Any, crew: Crew) -> None:
+def test_the_guides_code_replaces_a_lost_worker(scheme_class: Any, crew: Crew) -> None:
     (code,) = (block for block in blocks("docs/guide.md") if "start_worker" in block)
     (first,) = crew.start(scheme_class())
     with scheme_class() as scheme:

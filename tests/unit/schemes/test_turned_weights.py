@@ -13,7 +13,7 @@ from torch import nn
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
-def rows(fill: float) -> nn.Module:
+def row_major(fill: float) -> nn.Module:
     """A model in the orders that torch uses, and large enough for a slot."""
     made = nn.Sequential(nn.Conv2d(64, 32, 3), nn.Linear(200, 300), nn.BatchNorm2d(4))
     torch.manual_seed(int(fill))
@@ -22,9 +22,9 @@ def rows(fill: float) -> nn.Module:
     return made
 
 
-def turned(fill: float) -> nn.Module:
+def reordered(fill: float) -> nn.Module:
     """The same weights, but the large tensors lie in other orders in memory."""
-    made = rows(fill).to(memory_format=torch.channels_last)
+    made = row_major(fill).to(memory_format=torch.channels_last)
     made[1].weight.data = made[1].weight.data.t().contiguous().t()
     return made
 
@@ -35,7 +35,9 @@ def both(trainers: Callable[[float], nn.Module], workers: Callable[[float], nn.M
 
 
 kinds = pytest.mark.parametrize(
-    "kind", [both(turned, turned), both(turned, rows), both(rows, turned)], ids=["same", "trainer's", "worker's"]
+    "kind",
+    [both(reordered, reordered), both(reordered, row_major), both(row_major, reordered)],
+    ids=["same", "trainer's", "worker's"],
 )
 
 
@@ -52,7 +54,9 @@ def step(model: nn.Module) -> None:
 
 @kinds
 @pytest.mark.parametrize("options", [{}, {"verify": "digest"}, {"wire_dtype": "bfloat16"}])
-def test_versions_arrive_and_have_the_trainers_digest(scheme_class: Any, kind: Any, options: dict[str, Any]) -> None:
+def test_versions_arrive_in_any_order_of_elements_and_have_the_trainers_digest(
+    scheme_class: Any, kind: Any, options: dict[str, Any]
+) -> None:
     def model(fill: float) -> nn.Module:
         return kind(fill) if fill or "wire_dtype" not in options else kind(fill).to(torch.bfloat16)
 
@@ -69,21 +73,23 @@ def test_versions_arrive_and_have_the_trainers_digest(scheme_class: Any, kind: A
     pair.close()
 
 
-def little_rows(fill: float) -> nn.Module:
+def small_row_major(fill: float) -> nn.Module:
     made = nn.Linear(30, 40)
     nn.init.constant_(made.weight, fill)
     return made
 
 
-def little_turned(fill: float) -> nn.Module:
-    made = little_rows(fill)
+def small_reordered(fill: float) -> nn.Module:
+    made = small_row_major(fill)
     made.weight.data = made.weight.data.t().contiguous().t()
     return made
 
 
-@pytest.mark.parametrize("trainers", [little_rows, little_turned])
-@pytest.mark.parametrize("workers", [little_rows, little_turned])
-def test_deltas_arrive(trainers: Callable[[float], nn.Module], workers: Callable[[float], nn.Module]) -> None:
+@pytest.mark.parametrize("trainers", [small_row_major, small_reordered])
+@pytest.mark.parametrize("workers", [small_row_major, small_reordered])
+def test_deltas_arrive_in_any_order_of_elements(
+    trainers: Callable[[float], nn.Module], workers: Callable[[float], nn.Module]
+) -> None:
     pair = Pair(lambda: MultiProcessWeightSyncScheme(delta=True), model=both(trainers, workers))
     for version in range(4):
         report = pair.sync()
@@ -96,24 +102,24 @@ def test_deltas_arrive(trainers: Callable[[float], nn.Module], workers: Callable
 
 
 @kinds
-def test_g2_a_model_in_the_place_of_one_with_the_same_weights_serves_their_version(
+def test_g2_a_replacement_model_with_equal_weights_in_any_order_serves_the_same_version(
     scheme_class: Any, kind: Any
 ) -> None:
     pair = Pair(scheme_class, model=kind)
     assert pair.sync().ok
-    for make in (rows, turned):
+    for make in (row_major, reordered):
         pair.receiver.register_model(make(1.0))
         assert pair.receiver.version == 1
 
-    pair.receiver.register_model(rows(2.0))
+    pair.receiver.register_model(row_major(2.0))
     assert pair.receiver.version is None
     pair.close()
 
 
 @kinds
-@pytest.mark.parametrize("given", [rows, turned])
+@pytest.mark.parametrize("given", [row_major, reordered])
 @pytest.mark.parametrize("taken", [True, False])
-def test_the_pending_weights_are_known_when_they_are_given_by_hand(
+def test_apply_weights_recognizes_the_pending_version_in_any_order_of_elements(
     scheme_class: Any, kind: Any, given: Callable[[float], nn.Module], taken: bool
 ) -> None:
     pair = Pair(scheme_class, model=kind)
@@ -127,11 +133,11 @@ def test_the_pending_weights_are_known_when_they_are_given_by_hand(
     pair.close()
 
 
-@pytest.mark.parametrize("given", [rows, turned])
-def test_weights_of_another_order_than_the_registered_ones_are_sent(
+@pytest.mark.parametrize("given", [row_major, reordered])
+def test_weights_in_another_order_than_the_registered_model_are_sent(
     scheme_class: Any, given: Callable[[float], nn.Module]
 ) -> None:
-    pair = Pair(scheme_class, model=both(turned, turned))
+    pair = Pair(scheme_class, model=both(reordered, reordered))
     for fill in (1.0, 2.0, 3.0):
         assert pair.sync(given(fill)).ok
         assert equal(given(fill), pair.model)
@@ -139,7 +145,7 @@ def test_weights_of_another_order_than_the_registered_ones_are_sent(
 
 
 def join(setup: WorkerSetup) -> None:
-    setup.model = turned(0.0)
+    setup.model = reordered(0.0)
     setup.scheme.init_on_worker("policy", pipe=setup.pipe, model=setup.model)
     setup.receiver = setup.scheme.get_receiver()
 
@@ -153,7 +159,7 @@ def received(setup: WorkerSetup) -> tuple[list[tuple[int, ...]], bool, dict[str,
 
 
 def test_a_worker_maps_weights_that_lie_in_the_trainers_order(crew: Crew) -> None:
-    (worker,), source = crew.start(SharedMemWeightSyncScheme()), turned(1.0)
+    (worker,), source = crew.start(SharedMemWeightSyncScheme()), reordered(1.0)
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[worker.pipe], model=source)
         worker.do(join)

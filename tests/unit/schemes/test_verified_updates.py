@@ -68,7 +68,7 @@ def receiver() -> Iterator[WeightReceiver]:
 
 
 @pytest.mark.parametrize("verify", ["auto", "layout", "digest"])
-def test_g2_a_worker_that_wrote_over_its_pages_serves_the_next_version_whole(verify: str) -> None:
+def test_g2_a_worker_that_overwrote_its_weights_serves_the_next_version_whole(verify: str) -> None:
     """Parameters are views of a slot: a worker's writes there must not show when the slot brings a new version."""
     ours, theirs = multiprocessing.Pipe()
     model, trainer = large(0.0), SharedMemWeightSyncScheme(verify=verify)
@@ -120,7 +120,7 @@ class Wired:
     [({}, True), ({"verify": "auto"}, True), ({"verify": "digest"}, True), ({"verify": "layout"}, False)],
     ids=["default", "auto", "digest", "layout"],
 )
-def test_g2_a_byte_that_was_damaged_in_a_pipe_is_refused_unless_only_layouts_are_verified(
+def test_g2_an_update_damaged_in_a_pipe_is_refused_unless_only_layouts_are_verified(
     options: dict[str, str], refused: bool
 ) -> None:
     wired = Wired(small(0.0), **options)
@@ -156,7 +156,7 @@ def pending(pair: Pair) -> Pending:
     return found
 
 
-def test_g2_weights_in_memory_that_both_ends_map_are_named_by_its_seal_and_digested_only_on_request(
+def test_g2_updates_in_slots_are_identified_by_the_seal_and_hashed_only_on_request(
     mapped: Pair,
 ) -> None:
     found = pending(mapped)
@@ -176,7 +176,7 @@ def test_g2_weights_in_memory_that_both_ends_map_are_named_by_its_seal_and_diges
 
 
 @pytest.mark.parametrize("fault", ["other memory", "written again"])
-def test_g2_a_slot_that_is_not_the_one_its_update_was_sealed_in_is_refused(mapped: Pair, fault: str) -> None:
+def test_g2_a_slot_without_the_seal_of_its_update_is_refused(mapped: Pair, fault: str) -> None:
     assert mapped.sync().ok
     filled(mapped.source, 2.0)
     found = pending(mapped)
@@ -199,7 +199,7 @@ def test_g2_a_slot_that_is_not_the_one_its_update_was_sealed_in_is_refused(mappe
     assert (mapped.receiver.version, constants(mapped.model)) == (3, {2.0})
 
 
-def test_g2_weights_that_changed_in_their_slot_are_refused_where_digests_are_asked_for(scheme_class: Any) -> None:
+def test_g2_weights_changed_in_their_slot_are_refused_with_verify_digest(scheme_class: Any) -> None:
     pair = Pair(lambda: scheme_class(verify="digest"), model=large)
     with contextlib.closing(pair):
         pending(pair)
@@ -223,7 +223,7 @@ def test_g2_an_ack_that_names_another_slot_ends_its_link(mapped: Pair, digest: b
         mapped.sender.wait_async(timeout=PATIENCE)
 
 
-def test_g2_where_some_workers_map_the_weights_and_to_others_they_travel_each_verifies_its_own(
+def test_g2_in_one_send_mapped_weights_are_verified_by_seal_and_others_by_digest(
     receiver: WeightReceiver,
 ) -> None:
     """One worker maps the weights; to the other they travel over its link, so only that one computes their digest."""
@@ -244,7 +244,7 @@ def test_g2_where_some_workers_map_the_weights_and_to_others_they_travel_each_ve
         assert named[0] not in {named[1], b""}
 
 
-def test_g2_a_model_that_takes_the_place_of_one_with_the_same_weights_serves_their_version(mapped: Pair) -> None:
+def test_g2_a_replacement_model_with_the_same_weights_serves_the_same_version(mapped: Pair) -> None:
     assert mapped.sync().ok
     mapped.receiver.register_model(large(1.0))
     assert mapped.receiver.version == 1
@@ -290,7 +290,7 @@ def test_g2_a_damaged_payload_is_refused_whatever_its_dtypes(
 # ---------------------------------------------------------------------------------------------------- acks
 
 
-def spoken(link: LocalLink, kind: type[Any]) -> Any:
+def received_message(link: LocalLink, kind: type[Any]) -> Any:
     """The message of this type that has arrived over the link."""
     arrived: list[Received] = link.receive()
     [found] = [one.message for one in arrived if isinstance(one.message, kind)]
@@ -306,7 +306,7 @@ def test_g2_an_ack_of_a_joiner_that_names_another_digest_ends_its_link(sender: W
     sender.abandon()
     joining, far = local_pair()
     sender.add_worker(1, joining)
-    update = spoken(far, Update)
+    update = received_message(far, Update)
     far.send(Hello(model_id=update.model_id, incarnation=update.incarnation))
     wrong = bytes([update.digest[0] ^ 1]) + update.digest[1:]
     far.send(Ack(model_id=update.model_id, incarnation=update.incarnation, version=update.version, digest=wrong))
@@ -319,7 +319,7 @@ def test_g2_an_ack_of_a_joiner_that_names_another_digest_ends_its_link(sender: W
 
 
 @pytest.mark.untraced("the goodbyes of senders that made no handshake are forged")
-def test_g4_the_goodbye_of_another_sender_does_not_end_the_link_in_force(receiver: WeightReceiver) -> None:
+def test_g4_the_goodbye_of_another_sender_does_not_end_the_current_link(receiver: WeightReceiver) -> None:
     """Senders may share a connection: only the goodbye of the sender whose handshake was accepted ends the link."""
     near, far = local_pair()
     model = nn.Linear(2, 2)
@@ -327,7 +327,7 @@ def test_g4_the_goodbye_of_another_sender_does_not_end_the_link_in_force(receive
     receiver.register_worker_transport(far)
     near.send(Hello(model_id="default", incarnation=7))
     receiver.receive(timeout=0)
-    assert spoken(near, Hello).incarnation == 7
+    assert received_message(near, Hello).incarnation == 7
 
     for other in (6, 8):
         near.send(Bye(model_id="default", incarnation=other, reason="another sender"))
@@ -367,7 +367,7 @@ def test_g10_an_older_sender_is_answered_when_a_newer_one_takes_over_on_its_link
     assert (refused.incarnation, refused.version, refused.kind, refused.fence) == (7, 1, RefusalKind.STALE, 8)
 
 
-def test_the_digest_of_a_version_is_of_that_alone_though_another_thread_sends_meanwhile(
+def test_the_senders_digest_is_of_one_version_even_while_another_thread_sends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: the slot was filled again while it was read, so the digest was that of no version."""

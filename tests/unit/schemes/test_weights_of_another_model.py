@@ -37,7 +37,7 @@ def state() -> dict[str, torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("send", ["send", "send_async"])
-def test_other_weights_are_refused_in_the_trainer_which_names_both(
+def test_weights_of_another_layout_are_refused_in_the_trainer_naming_both_layouts(
     one: Pair, change: Any, error: str, send: str
 ) -> None:
     one.sync()
@@ -67,7 +67,7 @@ def test_a_tensordict_with_buffers_that_are_not_persistent_is_refused_with_advic
     assert one.sync(one.source).ok
 
 
-def test_a_module_with_two_names_has_its_buffers_that_are_not_persistent_under_both() -> None:
+def test_transient_buffers_of_a_module_with_two_names_are_listed_under_both() -> None:
     part = nn.Linear(2, 2)
     part.register_buffer("mask", torch.ones(2), persistent=False)
     model = nn.Sequential(part, nn.Linear(2, 2), part)
@@ -76,7 +76,7 @@ def test_a_module_with_two_names_has_its_buffers_that_are_not_persistent_under_b
     assert set(TensorDict.from_module(model).flatten_keys(".").keys()) - set(model.state_dict()) == {"0.mask", "2.mask"}
 
 
-def test_what_is_outstanding_is_not_given_up_for_weights_that_are_refused(one: Pair) -> None:
+def test_refused_weights_do_not_supersede_the_outstanding_update(one: Pair) -> None:
     one.sender.send_async()
 
     with pytest.raises(LayoutError, match="registered for 'policy'"):
@@ -98,7 +98,7 @@ def test_a_new_model_on_both_sides_is_sent(one: Pair) -> None:
     assert torch.equal(one.receiver.model.weight, other.weight)
 
 
-def test_a_model_that_has_grown_on_both_sides_is_sent_as_it_is_now(one: Pair) -> None:
+def test_a_model_that_has_grown_on_both_sides_is_sent_with_its_new_layers(one: Pair) -> None:
     one.sync()
     for model in (one.source, one.model):
         model.add_module("3", nn.Linear(2, 2))
@@ -118,7 +118,7 @@ def unregistered() -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_layout_that_everybody_refused_is_not_sent_to_later_joiners(served: bool) -> None:
+def test_a_layout_that_all_workers_refused_is_not_in_the_handshake_of_later_joiners(served: bool) -> None:
     a, b, _ = unregistered()
     sender, joined = a.get_sender(), small()
     with a, b, MultiProcessWeightSyncScheme() as c:
@@ -166,7 +166,7 @@ def refuses_the_handshake(sender: Any, receiver: Any) -> None:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_worker_that_is_added_again_after_it_refused_the_handshake_is_asked_about_the_model_of_now(
+def test_a_worker_added_again_after_refusing_the_handshake_is_offered_the_current_layout(
     one: Pair, served: bool
 ) -> None:
     if served:
@@ -182,7 +182,7 @@ def test_a_worker_that_is_added_again_after_it_refused_the_handshake_is_asked_ab
     assert one.receiver.driver.greeting.layout
 
 
-def test_a_worker_that_is_added_again_once_both_models_have_changed_takes_the_next_weights(one: Pair) -> None:
+def test_a_worker_added_again_after_both_models_changed_applies_the_next_version(one: Pair) -> None:
     one.sync()
     one.scheme.model = nn.Linear(2, 2)
     one.receiver.register_model(nn.Linear(2, 2))
@@ -202,7 +202,7 @@ def joined(sender: Any, model: nn.Module) -> MultiProcessWeightSyncScheme:
     return scheme
 
 
-def test_an_ack_that_comes_after_the_trainer_got_another_model_turns_no_worker_of_that_away(one: Pair) -> None:
+def test_a_late_ack_for_the_old_model_does_not_exclude_workers_with_the_new_model(one: Pair) -> None:
     one.sender.send_async()
     one.scheme.model = nn.Linear(2, 2)
     assert one.receiver.receive(timeout=PATIENCE)
@@ -218,7 +218,7 @@ def test_an_ack_that_comes_after_the_trainer_got_another_model_turns_no_worker_o
         assert one.sender.wait_async().of(OutcomeKind.APPLIED) == (0, 1)
 
 
-def test_before_the_first_version_a_worker_is_asked_about_the_model_that_the_trainer_has_now(one: Pair) -> None:
+def test_before_the_first_version_a_joiner_is_offered_the_trainers_current_layout(one: Pair) -> None:
     assert not one.receiver.receive(timeout=0)  # only the handshake
     one.scheme.model = nn.Linear(2, 2)
     one.receiver.register_model(nn.Linear(2, 2))
@@ -230,7 +230,7 @@ def test_before_the_first_version_a_worker_is_asked_about_the_model_that_the_tra
         assert other.get_receiver().driver.greeting.layout
 
 
-def test_a_model_that_is_set_before_connect_does_not_stand_in_for_the_weights_that_connect_is_given() -> None:
+def test_weights_given_to_connect_take_precedence_over_the_registered_model() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", num_workers=1)
         scheme.model = nn.Linear(2, 2)
@@ -240,7 +240,7 @@ def test_a_model_that_is_set_before_connect_does_not_stand_in_for_the_weights_th
         assert sender._driver.layout == layout_of(read_weights(small()))
 
 
-def test_without_a_registered_model_such_a_worker_is_not_asked_but_takes_the_next_weights_that_fit() -> None:
+def test_without_a_registered_model_a_worker_that_refused_the_handshake_can_rejoin() -> None:
     a, b, _ = unregistered()
     with a, b:
         sender, receiver, model = a.get_sender(), b.get_receiver(), nn.Linear(2, 2)
@@ -268,7 +268,7 @@ def test_without_a_registered_model_any_weights_are_sent() -> None:
         assert constants(model) == {6.0}
 
 
-def test_workers_that_refuse_for_the_same_misfit_are_reported_once() -> None:
+def test_workers_that_refuse_for_the_same_reason_share_one_line_of_the_report() -> None:
     wide = nn.Sequential(*[nn.Linear(1, 1) for _ in range(600)])
     ends = [multiprocessing.Pipe() for _ in range(4)]
     sides = [MultiProcessWeightSyncScheme() for _ in range(5)]

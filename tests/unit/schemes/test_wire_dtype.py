@@ -27,7 +27,7 @@ from weightsync import (
 from weightsync.protocol.report_codec import decode_report, encode_report
 
 
-class Counted(nn.Module):
+class ModuleWithExtraState(nn.Module):
     """A module with extra state."""
 
     def get_extra_state(self) -> int:
@@ -53,7 +53,7 @@ def cast(weights: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
-def test_the_worker_holds_what_was_sent_and_the_report_says_what_that_was(one: Pair) -> None:
+def test_the_worker_holds_the_cast_weights_and_the_report_names_the_wire_dtype(one: Pair) -> None:
     nn.init.normal_(one.source[0].weight)
     report = one.sync()
 
@@ -66,7 +66,7 @@ def test_the_worker_holds_what_was_sent_and_the_report_says_what_that_was(one: P
     assert decode_report(encode_report(report)) == replace(report, previous=None)
 
 
-def test_weights_of_any_wider_dtype_are_the_registered_models(one: Pair) -> None:
+def test_weights_of_any_wider_dtype_match_the_registered_model(one: Pair) -> None:
     one.sync()
 
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -75,7 +75,7 @@ def test_weights_of_any_wider_dtype_are_the_registered_models(one: Pair) -> None
         one.sender.send(cast(one.source.state_dict(), torch.float16))
 
 
-def test_other_dtypes_than_were_agreed_on_are_refused_in_the_trainer_without_a_registered_model(one: Pair) -> None:
+def test_without_a_registered_model_the_trainer_refuses_dtypes_that_were_not_agreed(one: Pair) -> None:
     one.scheme.model = None
     assert one.sync(one.source.state_dict()).ok
 
@@ -89,7 +89,7 @@ def test_other_dtypes_than_were_agreed_on_are_refused_in_the_trainer_without_a_r
     assert one.sync(one.source.state_dict()).version == 2
 
 
-def test_a_worker_that_gets_a_model_of_another_dtype_refuses_what_is_sent_and_stays(one: Pair) -> None:
+def test_a_worker_whose_new_model_has_another_dtype_refuses_versions_and_stays_connected(one: Pair) -> None:
     one.sync()
     one.receiver.register_model(small(5.0))
     with pytest.raises(RefusedError) as caught:
@@ -104,7 +104,7 @@ def test_a_worker_that_gets_a_model_of_another_dtype_refuses_what_is_sent_and_st
     assert one.sync().ok
 
 
-def test_a_value_that_would_become_infinite_stops_the_send_and_nothing_is_sent() -> None:
+def test_a_value_that_overflows_the_wire_dtype_raises_before_any_send() -> None:
     pair = Pair(partial(MultiProcessWeightSyncScheme, wire_dtype=torch.float16), model=lambda f: small(f).half())
     pair.scheme.model = source = small(1.0)
     pair.sync()
@@ -121,7 +121,7 @@ def test_a_value_that_would_become_infinite_stops_the_send_and_nothing_is_sent()
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, lambda scheme: pickle.loads(pickle.dumps(scheme))])
-def test_a_copy_of_a_scheme_casts_as_the_scheme_does(duplicate: Any) -> None:
+def test_a_copy_of_a_scheme_keeps_its_wire_dtype(duplicate: Any) -> None:
     scheme = duplicate(MultiProcessWeightSyncScheme(wire_dtype="float16"))
 
     assert scheme.wire_dtype is scheme.packer.wire_dtype is WireDtype.FLOAT16
@@ -130,10 +130,8 @@ def test_a_copy_of_a_scheme_casts_as_the_scheme_does(duplicate: Any) -> None:
 
 @pytest.mark.parametrize("names", [None, "0.*"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_target_holds_the_version_in_the_models_dtypes_or_in_those_that_are_sent(
-    dtype: torch.dtype, names: str | None
-) -> None:
-    model = small(1.0).append(Counted())
+def test_a_copy_target_may_have_the_models_dtypes_or_the_wire_dtype(dtype: torch.dtype, names: str | None) -> None:
+    model = small(1.0).append(ModuleWithExtraState())
     nn.init.normal_(model[0].weight)
     state = model.state_dict()
     count = state.pop("3._extra_state")

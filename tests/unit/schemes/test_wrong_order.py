@@ -32,7 +32,7 @@ from weightsync.schemes.worker_set import refuse_repeated
         ("connect", lambda scheme: scheme.connect(), "init_on_sender() or init_on_receiver()"),
     ],
 )
-def test_a_copy_says_what_to_call_first(
+def test_errors_of_an_uninitialized_copy_name_the_call_to_make_first(
     asked: str, call: Callable[[WeightSyncScheme], Any], first: str, pair: Pair
 ) -> None:
     with pytest.raises(StateError) as refused:
@@ -41,7 +41,7 @@ def test_a_copy_says_what_to_call_first(
     assert str(refused.value).startswith(f"{asked}(): Call {first} first, also on a copy of a scheme (pickled, copied")
 
 
-def test_a_scheme_that_has_connected_and_was_closed_says_that_it_is_closed(scheme_class: Any) -> None:
+def test_connect_of_a_closed_scheme_raises_that_it_is_closed(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, scheme_class() as scheme, scheme_class() as worker:
         scheme.init_on_sender("policy", pipes=[ours])
@@ -55,7 +55,7 @@ def test_a_scheme_that_has_connected_and_was_closed_says_that_it_is_closed(schem
 
 
 @pytest.mark.parametrize("entry", [None, 5, "a"])
-def test_an_entry_of_pipes_that_is_none_is_named_by_its_index(entry: Any) -> None:
+def test_the_error_for_an_invalid_entry_of_pipes_names_its_index(entry: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
         with pytest.raises(ConfigurationError, match=r"^pipes= has an entry that cannot be used, at index 1\. "):
@@ -65,7 +65,7 @@ def test_an_entry_of_pipes_that_is_none_is_named_by_its_index(entry: Any) -> Non
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: Pair) -> None:
+def test_fail_refuses_arguments_that_are_not_exceptions_and_closes_nothing(side: str, pair: Pair) -> None:
     participant = getattr(pair, side)
     with pytest.raises(ConfigurationError, match=r"^error= is 'text': give an exception, .* Nothing was closed\."):
         participant.fail("text")
@@ -74,22 +74,22 @@ def test_fail_takes_an_exception_and_closes_nothing_otherwise(side: str, pair: P
     assert pair.sync().ok
 
 
-class MakesNothing(MultiProcessWeightSyncScheme):
+class ReturnsNoLink(MultiProcessWeightSyncScheme):
     """A user's scheme whose method forgets to return its link."""
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         super().create_link(endpoint, model_id, peer)
 
 
-def test_a_scheme_of_ones_own_that_returns_no_link_is_named_at_init() -> None:
+def test_init_names_a_custom_scheme_whose_create_link_returns_nothing() -> None:
     ours, theirs = multiprocessing.Pipe()
-    with ours, theirs, MakesNothing() as scheme:
-        missing = r"^create_link\(\) of MakesNothing returned an object of type NoneType, which lacks delivery, peer"
+    with ours, theirs, ReturnsNoLink() as scheme:
+        missing = r"^create_link\(\) of ReturnsNoLink returned an object of type NoneType, which lacks delivery, peer"
         with pytest.raises(ConfigurationError, match=missing):
             scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2))
 
 
-def test_a_module_that_makes_no_pipes_is_no_context() -> None:
+def test_a_module_without_pipes_is_refused_as_multiprocessing_context() -> None:
     with MultiProcessWeightSyncScheme() as scheme:
         with pytest.raises(ConfigurationError, match=r"^ctx= is <module 'copy' .*: give a multiprocessing context"):
             scheme.init_on_sender("policy", num_workers=1, ctx=copy, model=nn.Linear(2, 2))
@@ -97,7 +97,7 @@ def test_a_module_that_makes_no_pipes_is_no_context() -> None:
         scheme.init_on_sender("policy", num_workers=1, ctx=multiprocessing, model=nn.Linear(2, 2))
 
 
-def test_both_ends_of_one_pipe_are_named_as_the_cause() -> None:
+def test_connect_with_both_ends_of_one_pipe_names_them_as_the_cause() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[ours, theirs], model=nn.Linear(2, 2))
@@ -105,7 +105,7 @@ def test_both_ends_of_one_pipe_are_named_as_the_cause() -> None:
             scheme.connect(timeout=PATIENCE)
 
 
-def test_both_ends_of_one_pipe_are_named_before_anything_is_sent() -> None:
+def test_connect_without_a_model_detects_both_ends_of_one_pipe() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", pipes=[ours, theirs])
@@ -123,13 +123,13 @@ def test_both_ends_of_one_pipe_are_named_before_anything_is_sent() -> None:
         ({"devices": b"x"}, r"^devices= is b'x': give a list with one device per worker"),
     ],
 )
-def test_bytes_are_no_list_and_true_is_no_worker(given: dict[str, Any], match: str) -> None:
+def test_init_refuses_bytes_as_lists_and_true_as_a_worker_id(given: dict[str, Any], match: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, MultiProcessWeightSyncScheme() as scheme, pytest.raises(ConfigurationError, match=match):
         scheme.init_on_sender("policy", pipes=[ours], model=nn.Linear(2, 2), **given)
 
 
-def test_a_worker_that_is_given_twice_is_named_by_both_its_ids() -> None:
+def test_the_error_for_a_worker_given_twice_names_both_ids() -> None:
     one, other = [], []  # they are equal, and cannot be hashed
     refuse_repeated({0: one, 1: other, 2: None, 3: None})
 

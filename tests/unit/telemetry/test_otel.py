@@ -98,7 +98,7 @@ def spans(setup: WorkerSetup) -> list[tuple[str, int, int, str, int]]:
 # --------------------------------------------------------------------------------------------------------- the tests
 
 
-def test_a_send_is_one_tree_of_spans_over_two_processes_with_a_worker_that_was_killed(
+def test_a_send_is_one_tree_of_spans_across_processes_even_with_a_killed_worker(
     crew: Crew,  # noqa: F811
     exported: Exported,
 ) -> None:
@@ -178,7 +178,7 @@ def event(kind: EventKind, version: int | None, worker: int | None = 0, **more: 
     return SyncEvent(kind=kind, role=SyncRole.TRAINER, model_id="policy", version=version, worker=worker, **more)
 
 
-def test_a_version_that_times_out_keeps_its_spans_open_until_it_is_given_up(exported: Exported) -> None:
+def test_a_version_that_times_out_keeps_its_spans_open_until_it_is_abandoned(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     context = made.begin("policy", 1, 0.0)
     made.take(event(EventKind.DISPATCH, 1, trace_context=context))
@@ -193,7 +193,7 @@ def test_a_version_that_times_out_keeps_its_spans_open_until_it_is_given_up(expo
     assert send.end_time == below.end_time
 
 
-def test_a_version_that_was_given_up_for_a_newer_one_is_no_error(exported: Exported) -> None:
+def test_an_abandoned_version_has_no_error_status(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     made.take(event(EventKind.DISPATCH, 1, trace_context=made.begin("policy", 1, 0.0)))
     made.take(event(EventKind.ABANDONED, 1, outcome=OutcomeKind.ABANDONED, reason="given up by the caller"))
@@ -204,7 +204,7 @@ def test_a_version_that_was_given_up_for_a_newer_one_is_no_error(exported: Expor
     assert below.attributes["weightsync.reason"] == "given up by the caller"
 
 
-def test_a_catch_up_that_a_newer_version_replaces_has_an_outcome_and_none_of_its_phases(exported: Exported) -> None:
+def test_a_catch_up_replaced_by_a_newer_version_is_abandoned_without_phase_times(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     made.take(event(EventKind.DISPATCH, 3, trace_context=made.begin("policy", 3, 0.1), seconds={SyncPhase.PACK: 0.1}))
     made.take(event(EventKind.DISPATCH, 4, trace_context=made.begin("policy", 4, 0.4), seconds={SyncPhase.PACK: 0.4}))
@@ -247,7 +247,7 @@ def test_a_late_joiner_that_catches_up_with_an_older_version_leaves_no_newer_sen
     assert [span.attributes["weightsync.version"] for span in exported.named("send weights")] == [1, 2]
 
 
-def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Exported) -> None:
+def test_the_loss_of_a_worker_does_not_end_the_span_of_a_send_that_has_just_begun(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     made.begin("policy", 1, 0.0)
     made.take(event(EventKind.LOST, None))
@@ -256,19 +256,19 @@ def test_a_loss_beside_a_send_that_has_just_begun_does_not_end_it(exported: Expo
 
 
 @pytest.mark.parametrize("value", [None, 3, MultiProcessWeightSyncScheme])
-def test_what_is_traced_is_a_scheme(value: Any) -> None:
+def test_trace_scheme_refuses_objects_that_are_not_schemes(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^trace_scheme\(\) was given .*: give the scheme"):
         trace_scheme(value)
 
 
-def test_a_tracer_is_no_tracer_provider(exported: Exported) -> None:
+def test_trace_scheme_refuses_a_tracer_in_place_of_a_tracer_provider(exported: Exported) -> None:
     scheme, tracer = MultiProcessWeightSyncScheme(), exported.provider.get_tracer("test")
     for value in (tracer, TracerProvider):
         with pytest.raises(ConfigurationError, match="give a TracerProvider"):
             trace_scheme(scheme, value)  # type: ignore[arg-type]
 
 
-def test_a_target_that_was_lost_before_has_a_span_too(exported: Exported) -> None:
+def test_a_target_lost_before_the_dispatch_has_a_span_too(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     context = made.begin("policy", 1, 0.0)
     made.take(event(EventKind.LOST, 1, 5, outcome=OutcomeKind.LOST, reason="it died", trace_context=context))
@@ -290,7 +290,7 @@ def test_a_tracestate_is_carried_and_one_that_is_too_long_is_left_out(exported: 
     assert "\n" not in carried[1]
 
 
-def test_a_subscription_that_was_cancelled_begins_no_spans_though_another_callback_listens(
+def test_a_cancelled_subscription_starts_no_spans_even_if_another_callback_is_registered(
     pair: Pair,  # noqa: F811
     exported: Exported,
 ) -> None:
@@ -306,7 +306,7 @@ def test_a_subscription_that_was_cancelled_begins_no_spans_though_another_callba
     assert [bool(context) for context in contexts] == [True, True, False]
 
 
-def test_a_subscription_that_is_cancelled_within_a_send_ends_the_spans_that_are_open(
+def test_cancelling_the_subscription_during_a_send_ends_the_open_spans(
     pair: Pair,  # noqa: F811
     exported: Exported,
 ) -> None:
@@ -328,7 +328,7 @@ def test_a_subscription_that_is_cancelled_within_a_send_ends_the_spans_that_are_
     assert len(exported.named("send weights")) == len(exported.named("update worker")) == 1
 
 
-def test_a_worker_that_is_too_late_when_the_tracing_is_cancelled_has_a_span_with_an_error(exported: Exported) -> None:
+def test_cancelling_the_tracing_ends_the_span_of_a_timed_out_worker_with_an_error(exported: Exported) -> None:
     made = Spans(exported.provider.get_tracer("test"))
     made.take(event(EventKind.DISPATCH, 1, trace_context=made.begin("policy", 1, 0.0)))
     made.take(event(EventKind.TIMED_OUT, 1, outcome=OutcomeKind.TIMED_OUT))
@@ -361,7 +361,7 @@ def test_a_call_that_runs_while_the_tracing_is_cancelled_leaves_no_span_open(
     )
 
 
-def test_without_an_sdk_nothing_is_carried_and_nothing_fails() -> None:
+def test_without_an_sdk_there_is_no_trace_context_and_nothing_fails() -> None:
     made = Spans(trace.NoOpTracerProvider().get_tracer("test"))
     assert made.begin("policy", 1, 0.0) == ""
     made.take(event(EventKind.DISPATCH, 1))

@@ -147,7 +147,7 @@ def event(kind: EventKind, version: int | None = None, worker: int | None = 0, *
     return SyncEvent(kind=kind, version=version, worker=worker, **more)
 
 
-def test_a_worker_that_does_not_answer_is_further_behind_with_each_version(counted: Counted) -> None:
+def test_the_staleness_of_a_worker_that_does_not_answer_grows_with_each_version(counted: Counted) -> None:
     for worker in (0, 1):
         counted.metrics.take(event(EventKind.JOINED, worker=worker))
     for version in (1, 2, 3):
@@ -163,7 +163,7 @@ def test_a_worker_that_does_not_answer_is_further_behind_with_each_version(count
     assert sample(page, "weightsync_phase_seconds_sum", model="policy", role="trainer", phase="pack") == 3
 
 
-def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until_then(counted: Counted) -> None:
+def test_the_values_of_a_closed_sender_stay_until_the_next_sender_replaces_them(counted: Counted) -> None:
     first, second = {"incarnation": 10}, {"incarnation": 11}
     for worker, version in ((0, 1), (1, 1), (0, 2), (1, 2)):
         counted.metrics.take(event(EventKind.DISPATCH, version, worker, **first))
@@ -185,7 +185,7 @@ def test_the_next_sender_of_a_model_counts_from_1_and_the_last_values_stay_until
     assert [sample(again, "weightsync_served_version", worker=each, **served) for each in (0, 1)] == [None, None]
 
 
-def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:
+def test_events_of_a_worker_are_counted_under_the_worker_role(counted: Counted) -> None:
     of_worker: Any = {"role": SyncRole.WORKER, "worker": 7}
     counted.metrics.take(
         event(EventKind.REPLY, 4, outcome=OutcomeKind.APPLIED, seconds={SyncPhase.APPLY: 0.5}, **of_worker)
@@ -198,7 +198,7 @@ def test_a_worker_has_metrics_of_its_own(counted: Counted) -> None:
     assert sample(page, "weightsync_stale_total", model="policy", role="worker") == 1
 
 
-def test_restarts_are_counted_by_worker_and_stay_when_it_is_lost_again(counted: Counted) -> None:
+def test_restarts_are_counted_per_worker_and_kept_after_another_loss(counted: Counted) -> None:
     for worker in (0, 1, 0):
         counted.metrics.take(event(EventKind.LOST, worker=worker))
         counted.metrics.take(event(EventKind.RESTARTED, worker=worker, reason="its process was ended by SIGKILL"))
@@ -214,7 +214,7 @@ def test_restarts_are_counted_by_worker_and_stay_when_it_is_lost_again(counted: 
     assert sample(page, "weightsync_workers", model="policy") == 1
 
 
-def test_events_that_were_dropped_are_on_the_page_of_all_schemes_that_are_watched(counted: Counted) -> None:
+def test_dropped_events_are_summed_over_all_watched_schemes(counted: Counted) -> None:
     schemes = [MultiProcessWeightSyncScheme() for _ in range(2)]
     for count, scheme in enumerate(schemes, start=2):
         subscription = counted.metrics.watch(scheme)
@@ -223,7 +223,7 @@ def test_events_that_were_dropped_are_on_the_page_of_all_schemes_that_are_watche
     assert sample(counted.page(), "weightsync_dropped_events_total") == 5
 
 
-def test_a_scheme_that_is_watched_twice_has_its_dropped_events_counted_once(counted: Counted) -> None:
+def test_dropped_events_of_a_scheme_watched_again_after_cancelling_are_counted_once(counted: Counted) -> None:
     scheme = MultiProcessWeightSyncScheme()
     counted.metrics.watch(scheme).cancel()
     counted.metrics.watch(scheme)._events.drops.count = 2
@@ -231,7 +231,7 @@ def test_a_scheme_that_is_watched_twice_has_its_dropped_events_counted_once(coun
     assert sample(counted.page(), "weightsync_dropped_events_total") == 2
 
 
-def test_a_scheme_that_is_watched_already_is_not_counted_twice(
+def test_watching_a_scheme_again_returns_the_same_subscription(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = MultiProcessWeightSyncScheme()
@@ -247,7 +247,7 @@ def test_a_scheme_that_is_watched_already_is_not_counted_twice(
     assert counted.metrics.watch(scheme) is not watched
 
 
-def test_of_schemes_that_no_longer_exist_the_metrics_keep_how_many_events_were_dropped(counted: Counted) -> None:
+def test_dropped_events_of_garbage_collected_schemes_are_still_counted(counted: Counted) -> None:
     for count in range(1, 4):
         events = counted.metrics.watch(MultiProcessWeightSyncScheme())._events
         events.drops.count = count
@@ -262,16 +262,16 @@ def test_of_schemes_that_no_longer_exist_the_metrics_keep_how_many_events_were_d
 
 
 @pytest.mark.parametrize("value", [None, 3, MultiProcessWeightSyncScheme, WeightStrategy()])
-def test_what_is_watched_is_a_scheme(counted: Counted, value: Any) -> None:
+def test_watch_refuses_objects_that_are_not_schemes(counted: Counted, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^Metrics.watch\(\) was given .*: give the scheme"):
         counted.metrics.watch(value)
 
 
-def test_a_registry_is_named_if_it_is_none() -> None:
+def test_metrics_refuse_a_scheme_in_place_of_a_registry() -> None:
     with pytest.raises(ConfigurationError, match=r"give a CollectorRegistry.* A scheme is given to watch\(\)"):
         Metrics(MultiProcessWeightSyncScheme())  # type: ignore[arg-type]
 
 
-def test_one_registry_takes_one_set_of_metrics(counted: Counted) -> None:
+def test_a_second_set_of_metrics_in_one_registry_raises(counted: Counted) -> None:
     with pytest.raises(ValueError, match="Duplicated"):
         Metrics(counted.registry)

@@ -22,7 +22,7 @@ HALF, BRAIN, SINGLE = WireDtype.FLOAT16, WireDtype.BFLOAT16, WireDtype.FLOAT32
 
 
 @pytest.mark.parametrize("given", ["bfloat16", torch.bfloat16, WireDtype.BFLOAT16])
-def test_the_option_is_a_torch_dtype_its_name_or_a_member(given: Any) -> None:
+def test_wire_dtype_accepts_a_torch_dtype_its_name_or_a_member(given: Any) -> None:
     assert wire_dtype_of(given) is WireDtype.BFLOAT16
     assert wire_dtype_of(None) is None
 
@@ -38,7 +38,7 @@ def test_the_option_is_a_torch_dtype_its_name_or_a_member(given: Any) -> None:
         (16, "16"),
     ],
 )
-def test_another_dtype_is_refused_with_the_choices(given: Any, said: str) -> None:
+def test_an_unsupported_wire_dtype_is_refused_with_the_choices(given: Any, said: str) -> None:
     choices = "choose one of 'float32', 'bfloat16', 'float16'"
     with pytest.raises(ConfigurationError, match=f"wire_dtype={said} is unknown: {choices}"):
         wire_dtype_of(given)
@@ -68,11 +68,11 @@ WIDER = {HALF: {"float64", "float32"}, BRAIN: {"float64", "float32"}, SINGLE: {"
 
 @pytest.mark.parametrize("wire_dtype", list(WireDtype))
 @pytest.mark.parametrize("device", ["cpu", "posed", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_wider_floats_are_cast_as_torch_casts_them_and_all_else_travels_as_it_is(
+def test_wider_floats_are_cast_as_torch_casts_them_and_other_tensors_are_unchanged(
     wire_dtype: WireDtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
-        without_gpus("A CAST ON A DEVICE", "no GPU; the way of its weights was walked with the CPU as device")
+        without_gpus("A CAST ON A DEVICE", "no GPU; the same path was tested with the CPU as the device")
     if device == "posed":
         monkeypatch.setattr(packing, "_on_one_device", bool)
     weights, packer = mixed(), Packer(wire_dtype=wire_dtype)
@@ -98,7 +98,7 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_what_is_sent_is_half_as_large_and_the_layout_is_worked_out_once() -> None:
+def test_a_cast_to_float16_halves_the_payload_and_computes_the_layout_once() -> None:
     weights = {"a": torch.randn(64, 64), "b": torch.randn(64)}
     whole, half = Packer(), Packer(wire_dtype=HALF)
 

@@ -38,7 +38,7 @@ def without_other_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     _others[:] = threading.enumerate()
 
 
-def with_the_helpers_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_the_helpers_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the helpers of the process, which alone are forgotten after a fork, and free those of other tests."""
     monkeypatch.undo()
     gc.collect()
@@ -49,7 +49,7 @@ def helpers() -> list[threading.Thread]:
     return [thread for thread in found if thread not in _others]
 
 
-def gathered(parts: list[tuple[int, int]], count: int, least: int = 2) -> set[int]:
+def threads_that_work(parts: list[tuple[int, int]], count: int, least: int = 2) -> set[int]:
     """Work on parts, each of which waits until ``least`` threads work. Returns the ids of these threads."""
     together, idents = threading.Barrier(least), set()
 
@@ -62,7 +62,7 @@ def gathered(parts: list[tuple[int, int]], count: int, least: int = 2) -> set[in
 
 
 @pytest.mark.parametrize("used", [1, 2, 3, 16])
-def test_one_more_thread_is_worth_eight_mebibytes(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_is_used_for_each_eight_mebibytes(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: used)
 
     found = [threads_for(nbytes * MIB) for nbytes in (0, 8, 15, 16, 24, 1000)]
@@ -82,9 +82,7 @@ def test_parts_cover_everything_once_and_end_at_whole_units(count: int, nbytes: 
 
 
 @pytest.mark.parametrize(("count", "mebibytes", "expected"), [(1, 1000, 1), (2, 1000, 8), (2, 16, 4), (3, 8, 3)])
-def test_there_are_more_parts_than_threads_so_that_a_late_helper_costs_nothing(
-    count: int, mebibytes: int, expected: int
-) -> None:
+def test_large_work_is_split_into_more_parts_than_threads(count: int, mebibytes: int, expected: int) -> None:
     assert len(shares(mebibytes * MIB, MIB // 2, count)) == expected
 
 
@@ -98,14 +96,14 @@ def test_each_part_is_worked_on_once(count: int) -> None:
     assert sorted(done) == parts
 
 
-def test_parts_are_worked_on_by_several_threads_of_which_one_is_the_caller() -> None:
-    idents = gathered([(0, 1), (1, 2)], 2)
+def test_parts_are_worked_on_by_several_threads_including_the_caller() -> None:
+    idents = threads_that_work([(0, 1), (1, 2)], 2)
 
     assert len(idents) == 2
     assert threading.get_ident() in idents
 
 
-def test_each_helper_is_waited_for_though_another_has_ended() -> None:
+def test_every_helper_is_waited_for_even_after_another_has_finished() -> None:
     all_three, slower, done = threading.Barrier(3), threading.Semaphore(1), list[int]()
     caller, owner = threading.get_ident(), Owner()
     keeping = Keeping(owner)
@@ -137,7 +135,7 @@ def test_an_error_of_any_part_is_raised_once_all_have_ended() -> None:
     assert sorted(ended) == [1, 3]
 
 
-def test_an_interrupt_is_raised_once_no_helper_works_any_more() -> None:
+def test_an_interrupt_is_raised_only_after_every_helper_has_finished() -> None:
     """Otherwise a helper would go on writing into a slot that the next send fills, or that is unmapped."""
     both, done = threading.Barrier(2), list[int]()
     caller, owner = threading.get_ident(), Owner()
@@ -176,7 +174,7 @@ def test_an_error_keeps_nothing_alive_once_it_is_dropped() -> None:
         gc.enable()
 
 
-def test_a_process_that_can_start_no_thread_does_the_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_does_all_work_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -212,7 +210,7 @@ def test_helpers_stay_until_the_last_owner_has_ended_and_are_used_again() -> Non
     first, second = Owner(), Owner()
     keepings = [Keeping(first), Keeping(second)]
 
-    used = [gathered([(0, 1), (1, 2)], 2) for _ in range(3)]
+    used = [threads_that_work([(0, 1), (1, 2)], 2) for _ in range(3)]
     kept = [helpers()]
     for keeping in (*keepings, keepings[0]):  # an owner may end twice
         keeping.end()
@@ -228,7 +226,7 @@ def test_a_process_begins_without_helpers() -> None:
     keeping = Keeping(owner)
 
     before = threads._helpers.resting
-    gathered([(0, 1), (1, 2)], 2)
+    threads_that_work([(0, 1), (1, 2)], 2)
     kept = threads._helpers.resting
     keeping.end()
 
@@ -236,7 +234,7 @@ def test_a_process_begins_without_helpers() -> None:
 
 
 def test_without_an_owner_helpers_end_with_the_work() -> None:
-    gathered([(0, 1), (1, 2), (2, 3)], 3, least=3)
+    threads_that_work([(0, 1), (1, 2), (2, 3)], 3, least=3)
 
     assert helpers() == []
 
@@ -244,7 +242,7 @@ def test_without_an_owner_helpers_end_with_the_work() -> None:
 def test_helpers_end_when_their_owner_is_collected() -> None:
     owner = Owner()
     Keeping(owner)
-    gathered([(0, 1), (1, 2)], 2)
+    threads_that_work([(0, 1), (1, 2)], 2)
     (helper,) = helpers()
 
     del owner
@@ -293,19 +291,19 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_helpers_of_its_own_and_its_parent_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_the_helpers_of_the_process(monkeypatch)
+    use_the_helpers_of_the_process(monkeypatch)
     owner = Owner()
     keeping = Keeping(owner)
-    before = gathered([(0, 1), (1, 2)], 2)
+    before = threads_that_work([(0, 1), (1, 2)], 2)
 
     def child() -> bool:
         started = threads._helpers.resting == 0
-        found = gathered([(0, 1), (1, 2)], 2)
+        found = threads_that_work([(0, 1), (1, 2)], 2)
         keeping.end()
         return started and len(found) == 2 and threads._helpers.resting == 0
 
     forked = in_child(child)
-    after = gathered([(0, 1), (1, 2)], 2)
+    after = threads_that_work([(0, 1), (1, 2)], 2)
     keeping.end()
 
     assert forked
@@ -313,11 +311,11 @@ def test_a_forked_child_has_helpers_of_its_own_and_its_parent_keeps_its_own(monk
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_child_that_is_forked_while_another_thread_has_the_lock_keeps_helpers_for_what_it_inherits(
+def test_a_child_forked_while_the_lock_is_held_keeps_helpers_until_its_inherited_sender_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the child, a sender starts over and asks for the lock before the helpers are forgotten."""
-    with_the_helpers_of_the_process(monkeypatch)
+    use_the_helpers_of_the_process(monkeypatch)
     sender = WeightSender(SharedMemWeightSyncScheme())
     held, over = threading.Event(), threading.Event()
 
@@ -333,7 +331,7 @@ def test_a_child_that_is_forked_while_another_thread_has_the_lock_keeps_helpers_
     if pid == 0:
         code = 1
         try:
-            gathered([(0, 1), (1, 2)], 2)
+            threads_that_work([(0, 1), (1, 2)], 2)
             kept = threads._helpers.resting
             sender.close()
             code = 0 if (kept, threads._helpers.resting) == (1, 0) else 1
@@ -351,9 +349,7 @@ def test_a_child_that_is_forked_while_another_thread_has_the_lock_keeps_helpers_
 
 
 @pytest.mark.parametrize("used", [1, 2, 3])
-def test_helpers_end_also_after_one_was_interrupted_while_it_was_started(
-    used: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_helpers_end_even_if_the_start_of_one_was_interrupted(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, start = Owner(), threading.Thread.start
     keeping = Keeping(owner)
 
@@ -363,10 +359,10 @@ def test_helpers_end_also_after_one_was_interrupted_while_it_was_started(
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        gathered([(0, 1), (1, 2)], 2)
+        threads_that_work([(0, 1), (1, 2)], 2)
     monkeypatch.setattr(threading.Thread, "start", start)
     for _ in range(used):
-        gathered([(0, 1), (1, 2)], 2)
+        threads_that_work([(0, 1), (1, 2)], 2)
     found = helpers()
     ending = threading.Thread(target=keeping.end, daemon=True)
     ending.start()
@@ -382,7 +378,7 @@ def test_an_open_sender_or_receiver_keeps_helpers_and_a_closed_one_does_not() ->
     counts = []
     for make in (WeightSender, WeightReceiver):
         participant = make(SharedMemWeightSyncScheme())
-        gathered([(0, 1), (1, 2)], 2)
+        threads_that_work([(0, 1), (1, 2)], 2)
         counts.append(len(helpers()))
         participant.close()
         counts.append(len(helpers()))

@@ -28,7 +28,7 @@ from weightsync.weights.unpacking import present
 
 
 @pytest.fixture
-def made_elsewhere() -> Iterator[None]:
+def default_device_is_meta() -> Iterator[None]:
     """During the test, torch makes tensors on a device from which nothing can be read."""
     with torch.device("meta"):
         yield
@@ -38,14 +38,14 @@ SOURCE, OTHER = trained(1), trained(2)
 LAYOUT, PAYLOAD, EXTRAS = packed(SOURCE)
 
 
-@pytest.mark.usefixtures("made_elsewhere")
+@pytest.mark.usefixtures("default_device_is_meta")
 def test_a_copy_of_a_payload_is_on_the_cpu() -> None:
     assert {view.device.type for view in CopiedPayload(layout_of(read_weights(OTHER))).views} == {"cpu"}
 
 
-@pytest.mark.usefixtures("made_elsewhere")
+@pytest.mark.usefixtures("default_device_is_meta")
 @pytest.mark.parametrize("mode", Mode)
-def test_weights_are_applied_by_hand_and_digested(mode: Mode) -> None:
+def test_weights_are_applied_by_hand_and_digested_under_a_meta_default_device(mode: Mode) -> None:
     target = Target(OTHER, mode)
 
     target.apply(SOURCE)
@@ -53,7 +53,7 @@ def test_weights_are_applied_by_hand_and_digested(mode: Mode) -> None:
     assert target.digest() == digest_of_weights(SOURCE) == digest(PAYLOAD, EXTRAS)
 
 
-@pytest.mark.usefixtures("made_elsewhere")
+@pytest.mark.usefixtures("default_device_is_meta")
 @pytest.mark.parametrize("inplace", [True, False])
 def test_a_strategy_applies_weights_to_a_dict(inplace: bool) -> None:
     destination = {"a": OTHER.head.weight.detach().clone()}
@@ -63,7 +63,7 @@ def test_a_strategy_applies_weights_to_a_dict(inplace: bool) -> None:
     assert torch.equal(destination["a"], SOURCE.head.weight)
 
 
-@pytest.mark.usefixtures("made_elsewhere")
+@pytest.mark.usefixtures("default_device_is_meta")
 def test_weights_are_presented_on_the_cpu() -> None:
     found = present(LAYOUT, PAYLOAD, EXTRAS, WeightStrategy("state_dict"))
 
@@ -79,7 +79,7 @@ def test_extra_state_arrives_on_the_cpu() -> None:
     assert torch.equal(found["full"], given["module"]["full"])
 
 
-def test_overlapping_tensors_are_compared() -> None:
+def test_overlapping_tensors_are_compared_under_a_meta_default_device() -> None:
     whole, values = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
     with torch.device("meta"):
         assert agrees([whole[:2], whole[1:]], [values[:2], values[1:]])
@@ -108,7 +108,7 @@ class Counting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_torch_is_not_called_for_each_tensor_by_way_of_it() -> None:
+def test_a_sync_makes_fewer_than_50_torch_calls_for_500_tensors() -> None:
     def model(fill: float = 0.0) -> nn.Module:
         return filled(nn.ParameterList([nn.Parameter(torch.empty(3)) for _ in range(500)]), fill)
 
@@ -126,7 +126,7 @@ def test_torch_is_not_called_for_each_tensor_by_way_of_it() -> None:
 @pytest.mark.parametrize("verify", ["auto", "digest"])
 @pytest.mark.parametrize("model", [small, large])
 @pytest.mark.parametrize("on_device", [True, False])
-def test_versions_arrive(verify: str, model: Any, on_device: bool) -> None:
+def test_versions_are_applied_under_a_meta_default_device(verify: str, model: Any, on_device: bool) -> None:
     with fake_device() if on_device else contextlib.nullcontext():
         pair = Pair(lambda: SharedMemWeightSyncScheme("state_dict", verify=verify, map_on_device=True), model=model)
         try:

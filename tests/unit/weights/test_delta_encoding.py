@@ -15,12 +15,12 @@ from weightsync.errors import ProtocolError
 from weightsync.weights.delta import BLOCK, apply, encode, word_of
 from weightsync.weights.layout import Layout
 
-EVERYTHING = 2**30
+NO_LIMIT = 2**30
 
 
 def applied(base: bytes, payload: bytes, word: int) -> tuple[int, bytes]:
     """The size of the delta between two payloads, and the result of applying it to the first."""
-    delta = encode(memoryview(base), memoryview(payload), word, EVERYTHING)
+    delta = encode(memoryview(base), memoryview(payload), word, NO_LIMIT)
     assert delta is not None
     made = bytearray(base)
     apply(memoryview(delta), memoryview(made))
@@ -34,7 +34,7 @@ def applied(base: bytes, payload: bytes, word: int) -> tuple[int, bytes]:
     st.sampled_from([0.0, 0.0001, 0.01, 0.0625, 0.3, 1.0]),
     st.randoms(use_true_random=False),
 )
-def test_what_a_delta_makes_of_its_base_is_the_payload_bit_for_bit(
+def test_applying_a_delta_to_its_base_restores_the_payload_bit_for_bit(
     word: int, words: int, rest: int, share: float, chance: random.Random
 ) -> None:
     rng = numpy.random.default_rng(chance.getrandbits(32))
@@ -71,7 +71,7 @@ def _bits(values: list[int], dtype: torch.dtype, width: torch.dtype) -> torch.Te
     ids=["negative zero", "NaN payloads", "bfloat16", "float8", "bool", "int64", "complex"],
 )
 @pytest.mark.parametrize("word", [2, 4])
-def test_every_bit_of_every_dtype_is_told(before: torch.Tensor, after: torch.Tensor, word: int) -> None:
+def test_deltas_preserve_every_bit_of_every_dtype(before: torch.Tensor, after: torch.Tensor, word: int) -> None:
     old, new = (bytes(each.view(torch.uint8).numpy().data) for each in (before, after))
 
     assert old != new
@@ -82,7 +82,7 @@ def test_every_bit_of_every_dtype_is_told(before: torch.Tensor, after: torch.Ten
     ("changed", "per_word"),
     [(1, 6.1), (100, 6.1), (BLOCK // 16 - 1, 6.0), (BLOCK // 16, 6.0), (BLOCK // 4, 4.5), (BLOCK, 4.0)],
 )
-def test_a_changed_word_costs_its_value_and_little_more(changed: int, per_word: float) -> None:
+def test_a_changed_word_adds_little_more_than_its_value_to_a_delta(changed: int, per_word: float) -> None:
     old = numpy.zeros(4 * BLOCK, "<u4")
     new = old.copy()
     new[BLOCK : 2 * BLOCK : BLOCK // changed][:changed] = 7
@@ -93,13 +93,13 @@ def test_a_changed_word_costs_its_value_and_little_more(changed: int, per_word: 
     assert size <= 16 + 8 + changed * per_word
 
 
-def test_equal_payloads_make_a_delta_of_nothing_but_its_head() -> None:
+def test_the_delta_of_equal_payloads_is_only_its_header() -> None:
     payload = numpy.arange(3 * BLOCK, dtype="<u4").tobytes()
 
     assert applied(payload, payload, 4) == (16, payload)
 
 
-def test_a_delta_that_is_larger_than_wanted_is_not_made() -> None:
+def test_no_delta_is_made_above_the_size_limit() -> None:
     old, new = memoryview(bytes(8 * BLOCK)), memoryview(b"\1" * (8 * BLOCK))
 
     assert encode(old, new, 4, 8 * BLOCK - 1) is None
@@ -112,7 +112,7 @@ def test_a_delta_that_is_larger_than_wanted_is_not_made() -> None:
     assert encode(old, memoryview(few), 4, size - 1) is None
 
 
-def test_all_threads_find_what_is_in_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_encode_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     old = numpy.zeros(3 * 64 * BLOCK + 17, "<u4")
     new = old.copy()

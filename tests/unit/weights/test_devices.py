@@ -39,8 +39,8 @@ def everything_is_on_a_device() -> Iterator[None]:
     packing._chunks.cache_clear()
 
 
-LACKING = {"uint16", "uint32", "uint64", "complex32", "float8_e8m0fnu"}
-THROUGH_FLOAT = {"float16", "bfloat16", *(name for name in DTYPES if name.startswith("float8"))}
+UNSUPPORTED_BY_FOREACH = {"uint16", "uint32", "uint64", "complex32", "float8_e8m0fnu"}
+CONVERTED_THROUGH_FLOAT = {"float16", "bfloat16", *(name for name in DTYPES if name.startswith("float8"))}
 
 
 def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool = False) -> None:
@@ -52,9 +52,9 @@ def foreach_copy_of_a_gpu(into: Sequence[Tensor], tensors: Sequence[Tensor], non
     fast = alike and all(t.stride() == s.stride() for t, s in zip(into, tensors, strict=True))
     for target, source in zip(into, tensors, strict=True):
         name = DTYPE_NAMES[target.dtype]
-        if fast and name in LACKING:
+        if fast and name in UNSUPPORTED_BY_FOREACH:
             raise NotImplementedError(f"'foreach_tensor_copy' not implemented for '{name}'")
-        as_float = source.float() if fast and name in THROUGH_FLOAT else None
+        as_float = source.float() if fast and name in CONVERTED_THROUGH_FLOAT else None
         target.copy_(source if as_float is None else torch.where(as_float.isnan(), float("nan"), as_float))
 
 
@@ -72,7 +72,7 @@ class CopiesInGroups(FakeDevice):
         copy_groups(groups_of(into, tensors), into, tensors)
 
 
-class Reaching(type(nobody)):  # type: ignore[misc]
+class DeviceReader(type(nobody)):  # type: ignore[misc]
     """A worker that can open slots on a device."""
 
     def __init__(self, identity: bytes) -> None:
@@ -85,7 +85,7 @@ class Reaching(type(nobody)):  # type: ignore[misc]
 
 @pytest.mark.usefixtures("everything_is_on_a_device")
 @given(sampled_dicts)
-def test_every_bit_goes_to_the_host_and_back(found: dict[str, tuple[Tensor, bytes]]) -> None:
+def test_weights_on_a_device_travel_to_the_host_and_back_bit_identical(found: dict[str, tuple[Tensor, bytes]]) -> None:
     source = {name: tensor for name, (tensor, _) in found.items()}
     destination = {name: sample(DTYPE_NAMES[t.dtype], tuple(t.shape), 7)[0] for name, t in source.items()}
     layout, payload, extras = packed(source)
@@ -106,7 +106,7 @@ def in_a_slot(device: FakeDevice, layout: Layout, payload: memoryview) -> Device
 
 @pytest.mark.parametrize("way", ["through the host", "in a slot", "where no memory can be shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_graph_over_weights_that_were_copied_over_on_a_device_cannot_be_used_any_more(
+def test_backward_through_weights_overwritten_on_a_device_raises(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "where no memory can be shared":
@@ -125,7 +125,7 @@ def test_a_graph_over_weights_that_were_copied_over_on_a_device_cannot_be_used_a
             loss.backward()
 
 
-def test_a_slot_is_copied_into_tied_weights_as_planned_before() -> None:
+def test_copying_a_slot_into_tied_weights_reuses_the_copy_plan() -> None:
     with fake_device(CopiesInGroups()) as device:
         source, destination = trained(1), trained(2)
         layout, payload, extras = packed(source)
@@ -140,7 +140,7 @@ def test_a_slot_is_copied_into_tied_weights_as_planned_before() -> None:
         assert snapshot(destination) == snapshot(source)
 
 
-def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_lists_the_devices_whose_slots_it_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(nn.Linear(2, 1))
     assert target.devices == b""
     with fake_device() as device:
@@ -148,7 +148,7 @@ def test_a_target_names_the_devices_whose_slots_it_can_be_served_from(monkeypatc
         assert target.devices == b"a" * 16 + b"b" * 16
 
 
-def test_a_module_that_is_compiled_or_an_rnn_or_that_has_one_in_it_must_not_move() -> None:
+def test_compiled_modules_and_rnns_and_modules_that_contain_them_must_not_move() -> None:
     optimized = type("OptimizedModule", (nn.Module,), {"__module__": "torch._dynamo.eval_frame"})
     compiled = nn.Linear(2, 1)
     compiled.compile(backend="eager")
@@ -163,7 +163,7 @@ def test_a_module_that_is_compiled_or_an_rnn_or_that_has_one_in_it_must_not_move
         assert must_not_move(behind)
 
 
-def test_parameters_on_a_device_that_cannot_share_memory_stay_there() -> None:
+def test_parameters_on_a_device_that_cannot_share_memory_are_not_mapped() -> None:
     target = Target(nn.Linear(2, 1), Mode.MAP)
     there = replace(target._plan, tensors=[tensor.to("meta") for tensor in target._plan.tensors])
 
@@ -175,7 +175,7 @@ def test_parameters_on_a_device_that_cannot_share_memory_stay_there() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize(("trainer", "worker"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_policy_goes_from_device_to_device(mode: Mode, trainer: str, worker: str) -> None:
+def test_a_policy_is_applied_from_device_to_device(mode: Mode, trainer: str, worker: str) -> None:
     source, destination = trained(1).to(trainer), trained(2).to(worker)
     layout, payload, extras = packed(source)
     target = Target(destination, mode)
@@ -205,7 +205,7 @@ def test_a_policy_stays_on_a_gpu_whose_memory_cannot_be_shared(mode: Mode, monke
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
-def test_tied_weights_are_compared_on_a_gpu_without_as_much_memory_again() -> None:
+def test_comparing_tied_weights_on_a_gpu_needs_at_most_half_of_their_memory() -> None:
     one, other = (torch.zeros(160 << 20, dtype=torch.uint8, device="cuda").view(torch.bfloat16) for _ in range(2))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -218,11 +218,11 @@ def test_tied_weights_are_compared_on_a_gpu_without_as_much_memory_again() -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
-def test_a_trainer_that_moves_its_model_off_the_gpu_between_two_sends_has_the_memory_back() -> None:
+def test_moving_the_model_off_the_gpu_between_two_sends_frees_its_gpu_memory() -> None:
     model = nn.Linear(4096, 1024).bfloat16().cuda()
     device = device_at(model.weight.device)
     assert device is not None
-    packer, readers = Packer(), Reaching(device.identity)
+    packer, readers = Packer(), DeviceReader(device.identity)
     for _ in range(3):
         packed = packer.pack(model, readers=readers)
         assert isinstance(packed.buffer, DeviceBuffer)
@@ -235,7 +235,7 @@ def test_a_trainer_that_moves_its_model_off_the_gpu_between_two_sends_has_the_me
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPUS WERE NOT TESTED: there is no CUDA device")
-def test_half_precision_is_copied_out_of_a_slot_into_a_model_that_was_moved_off_the_gpu() -> None:
+def test_bfloat16_weights_in_a_gpu_slot_are_copied_into_a_model_moved_off_the_gpu() -> None:
     model = nn.Linear(64, 64).bfloat16().cuda()
     device = device_at(model.weight.device)
     assert device is not None

@@ -61,7 +61,7 @@ def same(one: object, other: object) -> bool:
 
 
 @given(extras)
-def test_extra_state_comes_back(found: dict[str, object]) -> None:
+def test_extra_state_survives_encoding_and_decoding(found: dict[str, object]) -> None:
     encoded = encode_extras(found)
 
     assert same(decode_extras(encoded), found)
@@ -78,7 +78,7 @@ def test_equal_dicts_give_equal_bytes_and_ordered_ones_keep_their_order() -> Non
     assert list(decode_extras(encode_extras({"": OrderedDict(b=2, a=1)}))[""]) == ["b", "a"]
 
 
-def test_tensors_come_back_as_memory_of_their_own() -> None:
+def test_decoded_tensors_own_their_memory() -> None:
     encoded = encode_extras({"m": [torch.ones(2), nn.Parameter(torch.ones(2))]})
     first, second = decode_extras(encoded)["m"]
     first.zero_()
@@ -91,7 +91,7 @@ class Tagged(Tensor):
     """A subclass that behaves like a tensor."""
 
 
-def test_a_tensor_of_a_class_that_can_be_copied_arrives_as_a_plain_one() -> None:
+def test_a_tensor_subclass_is_decoded_as_a_plain_tensor() -> None:
     found = decode_extras(encode_extras({"m": torch.arange(3.0).as_subclass(Tagged)}))["m"]
 
     assert type(found) is Tensor
@@ -116,7 +116,7 @@ class Colour(enum.IntEnum):
         (torch.ones(2, device="meta"), "a tensor that is on the meta device"),
     ],
 )
-def test_other_types_are_refused_by_the_modules_name(value: object, message: str) -> None:
+def test_unsupported_types_are_refused_with_the_modules_name(value: object, message: str) -> None:
     with pytest.raises(LayoutError, match=r"module 'a\.norm'") as caught:
         encode_extras({"a.norm": {"x": value}})
 
@@ -138,7 +138,7 @@ def test_a_peer_cannot_exhaust_the_stack() -> None:
         decode_extras(b"\x01" + bytes(7) + b"s" + bytes(8) + deep * 10_000 + b"N")
 
 
-def test_as_deep_as_is_sent_is_received() -> None:
+def test_extra_state_nested_as_deep_as_allowed_survives_encoding_and_decoding() -> None:
     value: object = torch.ones(1)
     for _ in range(MAX_DEPTH + 1):
         value = [value]
@@ -190,6 +190,6 @@ def _tensor(dtype: bytes, shape: tuple[int, ...], data: bytes) -> bytes:
         _tensor(b"float32", (1,) * 65, bytes(4)),
     ],
 )
-def test_tensors_that_cannot_be_are_refused(encoded: bytes) -> None:
+def test_malformed_tensors_are_refused(encoded: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_extras(encoded)

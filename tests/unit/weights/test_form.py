@@ -24,7 +24,7 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return request.param != "without"
 
 
-def some() -> list[Tensor]:
+def sample_tensors() -> list[Tensor]:
     return [
         nn.Parameter(torch.randn(4, 4)),
         nn.Parameter(torch.randn(2, 6)[:, :3], requires_grad=False),
@@ -79,8 +79,8 @@ def one_more(tensors: list[Tensor]) -> None:
     [moved, reshaped, transposed, cast, negated, conjugated, freed, made_sparse, one_less, one_more],
     ids=lambda each: each.__name__,
 )
-def test_what_is_another_by_now_does_not_fit(change: Callable[[list[Tensor]], None]) -> None:
-    tensors = some()
+def test_a_form_does_not_fit_tensors_that_have_changed(change: Callable[[list[Tensor]], None]) -> None:
+    tensors = sample_tensors()
     form = Form(tensors)
     assert form.fits(tensors)
     change(tensors)
@@ -93,17 +93,17 @@ def test_what_is_another_by_now_does_not_fit(change: Callable[[list[Tensor]], No
     [reshaped, transposed, cast, negated, conjugated, freed, made_sparse, one_less, one_more],
     ids=lambda each: each.__name__,
 )
-def test_what_has_moved_and_changed_does_not_fit_the_moved_form(change: Callable[[list[Tensor]], None]) -> None:
-    form = Form(some())
-    tensors = some()
+def test_a_moved_form_does_not_fit_tensors_that_also_changed(change: Callable[[list[Tensor]], None]) -> None:
+    form = Form(sample_tensors())
+    tensors = sample_tensors()
     change(tensors)
     moved = form.moved(tensors)
 
     assert moved is None or not moved.fits(tensors)
 
 
-def test_a_sized_form_does_not_fit_a_tensor_that_was_shrunk_where_it_is() -> None:
-    tensors = some()
+def test_a_sized_form_does_not_fit_a_tensor_that_was_shrunk_at_the_same_address() -> None:
+    tensors = sample_tensors()
     form = Form(tensors, sized=True)
     assert form.fits(tensors)
     tensors[2].untyped_storage().resize_(8)
@@ -112,8 +112,8 @@ def test_a_sized_form_does_not_fit_a_tensor_that_was_shrunk_where_it_is() -> Non
     assert not form.fits(tensors)
 
 
-def test_a_form_that_moves_fits_only_where_it_is_then() -> None:
-    first, second = some(), some()
+def test_a_moved_form_fits_only_the_tensors_that_it_was_moved_to() -> None:
+    first, second = sample_tensors(), sample_tensors()
     form = Form(first)
     moved = form.moved(second)
 
@@ -129,7 +129,7 @@ def test_a_form_does_not_move_to_a_tensor_without_memory() -> None:
     assert form.moved([torch.ones(2, 2, device="meta")]) is None
 
 
-def test_a_nested_tensor_does_not_fit_even_where_another_was() -> None:
+def test_a_nested_tensor_does_not_fit_even_at_the_address_of_a_known_tensor() -> None:
     first, second = torch.ones(2, 2), torch.ones(2, 2)
     sizes, strides = torch.full((2, 1), 2), torch.ones((2, 1), dtype=torch.int64)
     with warnings.catch_warnings():
@@ -158,8 +158,10 @@ def test_a_nested_tensor_does_not_fit_even_where_another_was() -> None:
     ],
     ids=["usual", "no_grad", "inference_mode", "autocast"],
 )
-def test_other_values_fit_in_any_mode(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-    tensors = some()
+def test_a_form_fits_tensors_with_other_values_in_any_torch_mode(
+    mode: Callable[[], contextlib.AbstractContextManager[object]],
+) -> None:
+    tensors = sample_tensors()
     form = Form(tensors)
     for tensor in tensors:
         tensor.data.mul_(2)
@@ -169,8 +171,8 @@ def test_other_values_fit_in_any_mode(mode: Callable[[], contextlib.AbstractCont
     assert form.fits(tensors)
 
 
-def test_a_tensor_that_needs_a_gradient_by_now_fits_and_is_known_by_that(guards: bool) -> None:
-    tensors = some()
+def test_a_tensor_that_now_requires_grad_fits_and_the_guards_are_renewed(guards: bool) -> None:
+    tensors = sample_tensors()
     form = Form(tensors)
     tensors[2].requires_grad_()
 
@@ -178,8 +180,8 @@ def test_a_tensor_that_needs_a_gradient_by_now_fits_and_is_known_by_that(guards:
     assert guards == (form._guards is not None and form._guards.check(*tensors))
 
 
-def test_a_tensor_that_is_listed_twice_fits_as_long_as_it_stays() -> None:
-    tensors = some()
+def test_a_tensor_listed_twice_fits_until_it_changes() -> None:
+    tensors = sample_tensors()
     tensors.append(tensors[0])
     form = Form(tensors)
 
@@ -188,17 +190,17 @@ def test_a_tensor_that_is_listed_twice_fits_as_long_as_it_stays() -> None:
     assert not form.fits(tensors)
 
 
-def test_tensors_that_are_listed_twice_are_checked_in_one_call_too(
+def test_tensors_listed_twice_are_checked_by_the_guards_in_one_call(
     guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = some()
+    tensors = sample_tensors()
     form = Form([*tensors, *tensors[:2]])
     monkeypatch.setattr(module, "_traits", lambda tensors: pytest.fail("read one by one") if guards else form._traits)
 
     assert form.fits([*tensors, *tensors[:2]])
 
 
-def test_a_view_that_takes_the_place_of_a_tensor_that_was_listed_twice_does_not_fit() -> None:
+def test_a_reshaped_view_in_place_of_a_tensor_listed_twice_does_not_fit() -> None:
     first, second = torch.randn(4, 4), torch.randn(3)
     other = first.view(2, 8)
     form = Form([first, first, other, second])
@@ -208,8 +210,8 @@ def test_a_view_that_takes_the_place_of_a_tensor_that_was_listed_twice_does_not_
     assert form.fits([first, first.view(4, 4), other, second])
 
 
-def test_a_tensor_that_takes_the_place_of_another_in_the_list_does_not_fit() -> None:
-    tensors = some()
+def test_tensors_that_changed_places_in_the_list_do_not_fit() -> None:
+    tensors = sample_tensors()
     form = Form(tensors)
     tensors[0], tensors[1] = tensors[1], tensors[0]
 
@@ -217,7 +219,7 @@ def test_a_tensor_that_takes_the_place_of_another_in_the_list_does_not_fit() -> 
 
 
 @pytest.mark.parametrize("view", [torch._neg_view, torch.conj], ids=["negated", "conjugated"])
-def test_another_of_the_tensors_that_is_a_lazy_view_by_now_does_not_fit(view: Callable[[Tensor], Tensor]) -> None:
+def test_a_form_does_not_fit_if_a_different_tensor_is_the_lazy_view(view: Callable[[Tensor], Tensor]) -> None:
     first, second = torch.randn(2, 3, dtype=torch.complex64)
     form = Form([view(first), second])
 
@@ -225,8 +227,8 @@ def test_another_of_the_tensors_that_is_a_lazy_view_by_now_does_not_fit(view: Ca
     assert not form.fits([first, view(second)])
 
 
-def test_no_tensor_is_kept_alive() -> None:
-    tensors = some()
+def test_a_form_keeps_no_tensor_alive() -> None:
+    tensors = sample_tensors()
     form = Form(tensors)
     assert form.fits(tensors)
     held = [weakref.ref(tensor) for tensor in tensors]

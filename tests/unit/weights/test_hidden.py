@@ -20,7 +20,7 @@ from weightsync.weights.selection import Selection
 from weightsync.weights.target import Target
 
 
-class Packing(nn.Module):
+class PlainAttribute(nn.Module):
     """A module that keeps its weights in a plain attribute, and writes them into the state dict itself."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Packing(nn.Module):
         destination[prefix + "packed"] = self.packed
 
 
-class Whole(nn.Linear):
+class VocabularyInStateDict(nn.Linear):
     """A layer that overrides `state_dict`, as models with a format of their own do."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class Placeholder(nn.Module):
         destination[prefix + "weight"] = torch.ones(4)
 
 
-class Unable(nn.Linear):
+class FailingStateDict(nn.Linear):
     """A layer that cannot make a state dict."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _pre_hooked() -> nn.Module:
     return module
 
 
-def _ever_later() -> nn.Module:
+def _registering_each_time() -> nn.Module:
     """A module that registers another buffer each time its state dict is made."""
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].register_state_dict_pre_hook(
@@ -118,16 +118,16 @@ class Rebinding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.held = nn.Parameter(torch.zeros(3)), torch.ones(3)
-        self.register_state_dict_pre_hook(lambda owner, _prefix, _keep: owner.bring())
+        self.register_state_dict_pre_hook(lambda owner, _prefix, _keep: owner.rebind())
 
-    def bring(self) -> None:
+    def rebind(self) -> None:
         self.weight.data = self.held.clone()
 
 
 class Replacing(Rebinding):
     """As `Rebinding`, but with a new parameter each time."""
 
-    def bring(self) -> None:
+    def rebind(self) -> None:
         self.weight = nn.Parameter(self.held.clone())
 
 
@@ -148,16 +148,16 @@ def _nesting() -> nn.Module:
 hiding = pytest.mark.parametrize(
     ("make", "name"),
     [
-        (Packing, "packed"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), Packing()), "1.packed"),
-        (lambda: Whole(2, 2), "vocabulary"),
+        (PlainAttribute, "packed"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), PlainAttribute()), "1.packed"),
+        (lambda: VocabularyInStateDict(2, 2), "vocabulary"),
         (Placeholder, "weight"),
         (_quantised, "0._packed_params._packed_params"),
         (_scripted, "0"),
         (_frozen, "0"),
         (_hooked, "0.scale"),
         (_post_hooked, "table"),
-        (_ever_later, "0.late2"),
+        (_registering_each_time, "0.late2"),
         (_flushing, "running_mean"),
         (Rebinding, "weight"),
         (Replacing, "weight"),
@@ -178,7 +178,7 @@ def test_hidden_state_is_refused_by_name_on_both_sides(make: Callable[[], nn.Mod
         assert name in caught.value.mismatched
 
 
-def test_a_buffer_that_is_registered_as_the_state_dict_is_made_belongs_to_the_weights() -> None:
+def test_a_buffer_registered_while_the_state_dict_is_made_is_part_of_the_weights() -> None:
     model = _pre_hooked()
     target = Target(model)
     target.apply({**_pre_hooked().state_dict(), "0.late": torch.full((2,), 3.0)})
@@ -187,9 +187,9 @@ def test_a_buffer_that_is_registered_as_the_state_dict_is_made_belongs_to_the_we
     assert "0.late" in read_weights(_pre_hooked()).tensors
 
 
-def test_a_root_that_cannot_make_a_state_dict_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"Unable cannot be determined: its state_dict\(\) raised KeyError"):
-        read_weights(Unable(2, 2))
+def test_a_root_module_whose_state_dict_raises_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"FailingStateDict cannot be determined: its state_dict\(\) raised KeyError"):
+        read_weights(FailingStateDict(2, 2))
 
 
 class Saving(nn.Linear):
@@ -293,7 +293,7 @@ def _pruned() -> nn.Module:
     return prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
 
 
-def _lazy_done() -> nn.Module:
+def _lazy_initialised() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
@@ -312,7 +312,7 @@ class WithConstant(nn.Linear):
         return super().forward(values) * torch.tensor([1.0, 2.0])
 
 
-class Acting(nn.Module):
+class WithoutForward(nn.Module):
     """A module with an exported method, but without a `forward`."""
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ def _traced_with_a_constant() -> nn.Module:
 def _scripted_without_forward() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.script(Acting())
+        return torch.jit.script(WithoutForward())
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def _scripted_without_forward() -> nn.Module:
         _spectral,
         _spectral_of_inference_mode,
         _pruned,
-        _lazy_done,
+        _lazy_initialised,
         _scripted_float,
         _scripted_without_forward,
         _traced_with_a_constant,
@@ -359,7 +359,7 @@ def _scripted_without_forward() -> nn.Module:
         lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
     ],
 )
-def test_modules_that_hide_nothing_go_on_working(make: Callable[[], nn.Module]) -> None:
+def test_modules_without_hidden_state_are_applied(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(1)
     source, destination = make(), make()
 
@@ -379,9 +379,10 @@ class HalvingExtra(Extra):
 
 
 @pytest.mark.parametrize(
-    ("hiding", "name"), [(Placeholder, "weight"), (lambda: Whole(2, 2), "vocabulary"), (Replacing, "weight")]
+    ("hiding", "name"),
+    [(Placeholder, "weight"), (lambda: VocabularyInStateDict(2, 2), "vocabulary"), (Replacing, "weight")],
 )
-def test_chosen_weights_of_a_module_with_hidden_state_are_refused_and_those_beside_it_are_read(
+def test_selection_refuses_a_module_with_hidden_state_and_reads_its_sibling(
     hiding: Callable[[], nn.Module], name: str
 ) -> None:
     beside = HalvingExtra(2, 2)
@@ -398,7 +399,7 @@ def test_chosen_weights_of_a_module_with_hidden_state_are_refused_and_those_besi
     assert list(Selection(["weight", "_extra_state"]).state_dict(beside)) == ["weight", "_extra_state"]
 
 
-def test_an_adapter_with_a_state_dict_of_its_own_is_merged_and_sent() -> None:
+def test_an_adapter_with_its_own_state_dict_is_merged_and_applied() -> None:
     adapted, worker = Adapted(), nn.Linear(2, 2)
     merged = adapted.base.weight.detach() + (adapted.lora_a @ adapted.lora_b).detach()
 
@@ -417,7 +418,7 @@ def test_a_lazy_module_is_refused_as_not_initialised() -> None:
         Target(lazy)
 
 
-def test_state_that_comes_later_is_refused_from_then_on() -> None:
+def test_hidden_state_that_appears_later_is_refused_from_then_on() -> None:
     module, late = nn.Sequential(Saving(2, 2), nn.Linear(2, 2)), dict[str, Tensor]()
     module[1].register_state_dict_post_hook(
         lambda _m, state, prefix, _meta: state.update({prefix + "n": late["n"]} if late else {})
@@ -432,11 +433,11 @@ def test_state_that_comes_later_is_refused_from_then_on() -> None:
             use(module)
 
 
-def test_a_part_that_was_replaced_is_looked_at_again() -> None:
+def test_a_replaced_submodule_is_checked_for_hidden_state_again() -> None:
     module = nn.Sequential(Saving(2, 2), nn.Linear(2, 2))
     read_weights(module)
 
-    module[1] = Packing()
+    module[1] = PlainAttribute()
 
     for _ in range(2):
         with pytest.raises(LayoutError, match=r"'1\.packed'"):
@@ -445,14 +446,14 @@ def test_a_part_that_was_replaced_is_looked_at_again() -> None:
     assert "1.weight" in read_weights(module).tensors
 
 
-def test_a_plain_model_is_never_asked_for_its_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_model_is_not_checked_for_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GRU(2, 2))
     monkeypatch.setattr("weightsync.weights.reading.refuse_hidden_state", None)
 
     assert read_weights(model).tensors.keys() == model.state_dict().keys()
 
 
-def test_a_model_with_hidden_state_is_never_applied() -> None:
+def test_sending_a_model_with_hidden_state_raises_and_sends_nothing() -> None:
     ours, theirs = multiprocessing.Pipe()
     with MultiProcessWeightSyncScheme() as a, MultiProcessWeightSyncScheme() as b:
         a.init_on_sender("policy", pipes=[ours], model=_quantised())
@@ -468,7 +469,7 @@ def test_a_model_with_hidden_state_is_never_applied() -> None:
         assert a.get_sender().wait_async().ok
 
 
-def test_a_worker_refuses_such_a_model_when_it_is_given() -> None:
+def test_a_worker_refuses_a_model_with_hidden_state_at_init() -> None:
     _, theirs = multiprocessing.Pipe()
     with MultiProcessWeightSyncScheme() as scheme, pytest.raises(LayoutError, match="_packed_params"):
         scheme.init_on_worker("policy", pipe=theirs, model=_quantised())

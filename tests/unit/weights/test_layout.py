@@ -23,7 +23,7 @@ layouts = st.builds(Layout, specs, st.lists(names, max_size=4, unique=True))
 
 @example(Layout([("any text \ud800", "float32", (2,))], ["\udfff"]))
 @given(layouts)
-def test_a_layout_comes_back_from_its_bytes(layout: Layout) -> None:
+def test_a_layout_survives_encoding_and_decoding(layout: Layout) -> None:
     decoded = Layout.decode(layout.encode())
 
     assert decoded == layout
@@ -35,7 +35,7 @@ def test_a_layout_comes_back_from_its_bytes(layout: Layout) -> None:
 
 
 @given(specs, st.randoms(use_true_random=False))
-def test_the_order_in_which_tensors_are_met_does_not_matter(found: list, random) -> None:
+def test_a_layout_does_not_depend_on_the_order_of_the_given_tensors(found: list, random) -> None:
     shuffled = random.sample(found, len(found))
 
     assert Layout(found) == Layout(shuffled)
@@ -61,7 +61,7 @@ def test_groups_are_aligned_and_tensors_lie_back_to_back(layout: Layout) -> None
     assert len({group.dtype for group in layout.groups}) == len(layout.groups)
 
 
-def test_tensors_of_round_sizes_are_aligned_though_odd_ones_are_among_them() -> None:
+def test_tensors_whose_size_is_a_multiple_of_the_alignment_come_first_and_are_aligned() -> None:
     layout = Layout([("a", "float32", (3,)), ("b", "float32", (16,)), ("c", "float32", (1,)), ("d", "float32", (4, 8))])
 
     assert [entry.name for entry in layout.entries] == ["b", "d", "a", "c"]
@@ -111,7 +111,7 @@ def test_an_impossible_shape_is_refused(shape: tuple[int, ...]) -> None:
     assert caught.value.unread == layout.encode()
 
 
-def test_tensors_in_another_sequence_than_a_layout_has_are_refused() -> None:
+def test_an_encoding_whose_tensors_are_out_of_order_is_refused() -> None:
     swapped = Layout([("a", "uint8", (1,)), ("b", "uint8", (1,))]).encode().translate(bytes.maketrans(b"ab", b"ba"))
 
     with pytest.raises(ProtocolError, match="not in canonical form") as caught:
@@ -149,7 +149,7 @@ def test_differences_are_listed_by_name() -> None:
         assert found.mismatched == {"a._extra_state": "a tensor on one side, extra state on the other"}
 
 
-def test_a_wrappers_prefix_is_pointed_out() -> None:
+def test_the_error_names_a_wrappers_prefix() -> None:
     plain = Layout([("a.w", "float32", (3,)), ("b", "float32", (2,))])
     wrapped = Layout([("module.a.w", "float32", (3,)), ("module.b", "float32", (2,))])
 
@@ -157,7 +157,7 @@ def test_a_wrappers_prefix_is_pointed_out() -> None:
     assert "by the prefix 'module.' of the destination: give both sides the wrapper" in str(wrapped.difference(plain))
 
 
-def test_weights_without_the_extra_state_are_told_who_leaves_it_out() -> None:
+def test_the_error_for_missing_extra_state_mentions_tensordict_from_module() -> None:
     model = Layout([("b", "float32", (2,))], ["", "norm"])
     bare = Layout([("b", "float32", (2,))])
 
@@ -165,7 +165,7 @@ def test_weights_without_the_extra_state_are_told_who_leaves_it_out() -> None:
     assert "from_module" not in str(bare.difference(model))
 
 
-def test_many_names_are_counted_in_the_message_and_whole_in_the_error() -> None:
+def test_many_names_are_counted_in_the_message_and_complete_in_the_errors_attributes() -> None:
     model = Layout([(f"p{i:04}", "float32", (i % 2 + 1,)) for i in range(1200)])
     renamed = Layout([(f"q{i:04}", "float32", (i % 2 + 1,)) for i in range(1200)])
     cast = Layout([(f"p{i:04}", "bfloat16", (i % 2 + 1,)) for i in range(1200)])
@@ -188,7 +188,7 @@ def test_many_names_are_counted_in_the_message_and_whole_in_the_error() -> None:
     assert max(len(str(error)) for error in (fewer, other, dtype, shape)) < 400
 
 
-def test_a_layout_is_summed_up_in_a_line() -> None:
+def test_the_summary_of_a_layout_is_one_line() -> None:
     layout = Layout([*((f"p{i}", "float32", (2,)) for i in range(9)), ("n", "int64", ())])
 
     assert layout.summary() == "10 tensors (1 int64, 9 float32): 'n', 'p0', 'p1' and 7 more"
@@ -225,9 +225,7 @@ def test_a_name_that_occurs_twice_is_refused() -> None:
         ("int64", "float32", "(dtype float32, expected int64)."),
     ],
 )
-def test_the_error_of_another_dtype_advises_only_what_torch_and_the_wire_can_do(
-    wanted: str, given: str, said: str
-) -> None:
+def test_the_error_for_a_wrong_dtype_advises_only_casts_that_can_work(wanted: str, given: str, said: str) -> None:
     error = Layout([("a", wanted, (2,))]).misfit(Layout([("a", given, (2,))]))
 
     assert str(error).endswith(said)
@@ -235,7 +233,7 @@ def test_the_error_of_another_dtype_advises_only_what_torch_and_the_wire_can_do(
     assert error.mismatched == {"a": f"dtype {given}, expected {wanted}"}
 
 
-def test_only_weights_of_a_part_of_the_model_or_of_more_than_it_are_told_of_names() -> None:
+def test_the_names_option_is_advised_only_if_one_sides_names_contain_the_others() -> None:
     whole = Layout([("a", "float32", (2,)), ("b", "float32", (2,))])
     part, renamed = Layout([("a", "float32", (2,))]), Layout([("a", "float32", (2,)), ("c", "float32", (2,))])
     reshaped = Layout([("a", "float32", (3,))])

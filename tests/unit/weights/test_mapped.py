@@ -64,7 +64,7 @@ def payloads() -> Iterator[MappedPayloads]:
         pytest.param(aligned(bytearray, 8 * LARGE, 4), memoryview, False, id="large, inline and not aligned"),
     ],
 )
-def test_tensors_view_writable_aligned_memory_itself_and_a_copy_of_any_other(
+def test_writable_aligned_slots_and_large_payloads_are_viewed_and_others_are_copied(
     payloads: MappedPayloads, memory: memoryview, access: Callable[[memoryview], memoryview], own: bool
 ) -> None:
     count = len(memory) // 8
@@ -83,7 +83,7 @@ def inline(value: float, layout: Layout | None = None) -> tuple[Layout, memoryvi
     return layout or made, memory
 
 
-def test_copies_of_small_inline_payloads_take_turns_in_two_memories(payloads: MappedPayloads) -> None:
+def test_copies_of_small_inline_payloads_alternate_between_two_buffers(payloads: MappedPayloads) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(SMALL)) for _ in range(2)]
     layout, places = None, []
     for version in range(1, 6):
@@ -103,9 +103,7 @@ def row(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("keep", [Tensor.detach, Tensor.numpy, row])
-def test_a_copy_that_a_user_still_views_is_not_written_again(
-    payloads: MappedPayloads, keep: Callable[[Tensor], Any]
-) -> None:
+def test_a_copy_that_a_user_still_views_is_not_reused(payloads: MappedPayloads, keep: Callable[[Tensor], Any]) -> None:
     layout, memory = inline(1.0)
     first = payloads.of(layout, memory)
     kept = keep(first.views[1])
@@ -115,7 +113,7 @@ def test_a_copy_that_a_user_still_views_is_not_written_again(
     assert set(kept.tolist()) == {1.0}
 
 
-def test_a_copy_that_was_shrunk_is_not_written_again_even_where_it_was(payloads: MappedPayloads) -> None:
+def test_a_copy_that_was_shrunk_is_not_reused_even_at_the_same_address(payloads: MappedPayloads) -> None:
     layout, memory = inline(1.0)
     first = payloads.of(layout, memory)
     first.views[0].untyped_storage().resize_(8)
@@ -124,7 +122,7 @@ def test_a_copy_that_was_shrunk_is_not_written_again_even_where_it_was(payloads:
     assert payloads.of(layout, inline(2.0)[1]) is not first
 
 
-def test_of_the_copies_in_use_the_oldest_is_forgotten(payloads: MappedPayloads) -> None:
+def test_only_the_newest_copies_in_use_are_kept(payloads: MappedPayloads) -> None:
     layout, in_use, copies = None, [], []
     for version in range(KEPT_COPIES + 1):
         layout, memory = inline(float(version), layout)
@@ -136,7 +134,7 @@ def test_of_the_copies_in_use_the_oldest_is_forgotten(payloads: MappedPayloads) 
     assert [copy() is None for copy in copies] == [True] + [False] * KEPT_COPIES
 
 
-def test_a_copy_is_used_again_for_its_own_layout_only(payloads: MappedPayloads) -> None:
+def test_a_copy_is_reused_only_for_the_same_layout_object(payloads: MappedPayloads) -> None:
     copy = payloads.of(*inline(1.0))
     assert payloads.of(*inline(2.0)) is not copy
     assert copy.views[0].tolist() == [1.0] * SMALL
@@ -144,7 +142,7 @@ def test_a_copy_is_used_again_for_its_own_layout_only(payloads: MappedPayloads) 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 @pytest.mark.parametrize("access", [memoryview, memoryview.toreadonly])
-def test_a_mapped_model_of_several_dtypes_is_saved_and_holds_no_more_than_its_weights(
+def test_saving_a_mapped_model_of_several_dtypes_writes_only_its_weights(
     count: int, access: Callable[[memoryview], memoryview]
 ) -> None:
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -166,7 +164,7 @@ def test_a_mapped_model_of_several_dtypes_is_saved_and_holds_no_more_than_its_we
     assert all(torch.equal(loaded[name], value) for name, value in source.state_dict().items())
 
 
-def test_a_copy_of_which_one_dtype_is_still_viewed_is_not_written_again(payloads: MappedPayloads) -> None:
+def test_a_copy_with_a_view_of_one_dtype_is_not_reused(payloads: MappedPayloads) -> None:
     layout, payload, _ = packed({"a": torch.ones(SMALL), "b": torch.ones(SMALL, dtype=torch.bfloat16)})
     first = payloads.of(layout, payload.toreadonly())
     kept = first.views[1].detach()
@@ -176,7 +174,7 @@ def test_a_copy_of_which_one_dtype_is_still_viewed_is_not_written_again(payloads
     assert payloads.of(layout, payload.toreadonly()) is first
 
 
-def test_without_torchs_count_of_references_no_copy_is_used_again(
+def test_without_torch_reference_counts_no_copy_is_reused(
     payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "_uses", None)
@@ -186,7 +184,7 @@ def test_without_torchs_count_of_references_no_copy_is_used_again(
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads, count: int) -> None:
+def test_views_of_a_slot_are_kept_from_its_second_use(payloads: MappedPayloads, count: int) -> None:
     slots = [aligned(shared, 8 * count) for _ in range(KEPT_PAYLOADS + 1)]
     (layout,) = {written(slot, count) for slot in slots}
     once = payloads.of(layout, slots[0], in_slot=True)
@@ -199,7 +197,7 @@ def test_views_of_a_slot_are_kept_once_it_comes_again(payloads: MappedPayloads, 
     assert payloads.of(layout, slots[0], in_slot=True) is not again
 
 
-def test_of_large_slots_two_are_kept(payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_only_two_large_slots_are_kept(payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "LARGE_NBYTES", 8 * SMALL)
     slots = [shared(8 * SMALL) for _ in range(KEPT_LARGE + 1)]
     (layout,) = {written(memoryview(slot), SMALL) for slot in slots}
@@ -212,7 +210,7 @@ def test_of_large_slots_two_are_kept(payloads: MappedPayloads, monkeypatch: pyte
         slots[1].close()
 
 
-def test_no_views_are_kept_of_what_is_no_slot(payloads: MappedPayloads) -> None:
+def test_no_views_are_kept_of_memory_that_is_not_a_slot(payloads: MappedPayloads) -> None:
     memory = shared(8 * SMALL)
     for _ in range(3):
         payloads.of(written(memoryview(memory), SMALL), memoryview(memory))
@@ -220,14 +218,14 @@ def test_no_views_are_kept_of_what_is_no_slot(payloads: MappedPayloads) -> None:
     memory.resize(len(memory))  # raises while a view of it is left
 
 
-def refers_by_a_parameter(tensor: Tensor) -> Any:
+def as_data_of_a_parameter(tensor: Tensor) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(()))
     parameter.data = tensor
     return parameter
 
 
-@pytest.mark.parametrize("keep", [Tensor.detach, Tensor.numpy, row, refers_by_a_parameter])
-def test_a_slot_is_referred_to_by_kept_views_alone_unless_somebody_else_could_write_there(
+@pytest.mark.parametrize("keep", [Tensor.detach, Tensor.numpy, row, as_data_of_a_parameter])
+def test_references_to_a_slot_besides_the_kept_views_are_noticed(
     payloads: MappedPayloads, keep: Callable[[Tensor], Any]
 ) -> None:
     slot = aligned(shared, 8 * SMALL)
@@ -241,10 +239,10 @@ def test_a_slot_is_referred_to_by_kept_views_alone_unless_somebody_else_could_wr
     assert not payloads.only_keeps(lent)
     del kept
     assert payloads.only_keeps(lent)
-    assert not payloads.only_keeps(slot[:]), "other views of the slot may be in other hands"
+    assert not payloads.only_keeps(slot[:]), "code elsewhere may hold other views of the slot"
 
 
-def test_without_torchs_count_of_references_anybody_may_write_to_a_slot(
+def test_without_torch_reference_counts_a_slot_is_assumed_to_be_referenced(
     payloads: MappedPayloads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "_uses", None)
@@ -265,7 +263,7 @@ def test_a_payload_without_tensors_has_no_memory(
     assert (found.views, found.used) == ([], False)
 
 
-def test_what_is_copied_beside_mapped_parameters_costs_no_call_for_each_parameter() -> None:
+def test_copying_a_buffer_beside_mapped_parameters_makes_no_call_per_parameter() -> None:
     def calls_of_a_swap(parameters: int) -> int:
         model = nn.Module()
         model.register_buffer("mean", torch.zeros(3))
@@ -279,7 +277,7 @@ def test_what_is_copied_beside_mapped_parameters_costs_no_call_for_each_paramete
     assert calls_of_a_swap(50) == calls_of_a_swap(5)
 
 
-def test_parameters_of_a_dtype_of_which_there_are_only_empty_ones_are_mapped_too() -> None:
+def test_a_dtype_with_only_empty_parameters_is_mapped() -> None:
     source = {"w": torch.arange(3.0), "none": torch.empty(0, 2, dtype=torch.float16)}
     worker = nn.ParameterDict({name: torch.zeros_like(each) for name, each in source.items()})
     target = Target(worker, Mode.MAP)

@@ -75,7 +75,7 @@ def test_a_tensor_that_a_tensordict_shares_with_a_layer_stays_one_tensor() -> No
     assert model.layer.weight.requires_grad
 
 
-def test_a_model_that_is_all_in_a_tensordict_is_said_to_have_had_no_weights() -> None:
+def test_a_tensordict_model_on_the_meta_device_is_given_memory() -> None:
     held = TensorDictParams(
         TensorDict({"scale": torch.ones(2, device="meta"), "steps": torch.tensor([1], device="meta")})
     )
@@ -95,7 +95,7 @@ def test_a_frozen_parameter_stays_frozen() -> None:
 
 
 @pytest.mark.parametrize(("depth", "name"), [(0, "scale"), (1, "0.scale")])
-def test_a_buffer_that_no_update_has_is_refused_by_name(depth: int, name: str) -> None:
+def test_a_non_persistent_buffer_on_the_meta_device_is_refused_by_name(depth: int, name: str) -> None:
     model: nn.Module = nn.Linear(2, 2)
     model.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)
     if depth:
@@ -120,7 +120,7 @@ def test_a_model_that_was_given_memory_has_no_weights_until_they_are_written() -
     assert not given_memory(nn.Linear(2, 2).requires_grad_(False).apply(lambda each: each.weight.fill_(torch.nan)))
 
 
-def test_memory_is_given_in_the_order_that_a_tensor_had_so_that_a_worker_can_map_it() -> None:
+def test_a_filled_tensor_keeps_its_strides_so_that_a_worker_can_map_it() -> None:
     source = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
     model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last).to("meta")
 
@@ -149,7 +149,7 @@ def offloaded(model: nn.Sequential) -> nn.Sequential:
     return model.to("meta")
 
 
-def test_a_model_that_accelerate_has_offloaded_is_refused_since_its_hooks_would_undo_each_version() -> None:
+def test_a_model_that_accelerate_has_offloaded_is_refused() -> None:
     model = offloaded(nn.Sequential(nn.Linear(2, 2)))
 
     with pytest.raises(
@@ -161,7 +161,7 @@ def test_a_model_that_accelerate_has_offloaded_is_refused_since_its_hooks_would_
     assert model[0].weight.is_meta
 
 
-def test_a_model_with_hooks_of_accelerate_and_all_of_its_weights_is_not_refused() -> None:
+def test_a_model_with_accelerate_hooks_but_no_meta_tensors_is_accepted() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model._hf_hook = object()
 

@@ -38,7 +38,9 @@ def mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @settings(max_examples=60)
 @given(st.integers(0, 130), st.integers(0, 130), st.integers(0, NBYTES // 2), st.randoms(use_true_random=False))
-def test_every_byte_arrives_and_none_beside_it(to: int, source: int, nbytes: int, random: object) -> None:
+def test_a_copy_past_the_caches_writes_exactly_the_given_bytes(
+    to: int, source: int, nbytes: int, random: object
+) -> None:
     copy = moving.found() or not_tested("COPIES PAST THE CACHES", "this torch has no MKL")
     data = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     data[:NBYTES:3] = 0xFF  # many NaNs
@@ -50,7 +52,7 @@ def test_every_byte_arrives_and_none_beside_it(to: int, source: int, nbytes: int
     assert not room[to + nbytes :].any()
 
 
-def test_large_payloads_are_packed_and_unpacked_with_it(mkl: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_payloads_are_packed_and_unpacked_with_mkls_copy(mkl: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "LEAST_NBYTES", NBYTES)
     source = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)).to(torch.bfloat16)
     weights = read_weights(source)
@@ -74,8 +76,8 @@ def test_large_payloads_are_packed_and_unpacked_with_it(mkl: list[int], monkeypa
 
 
 @pytest.mark.parametrize("least", sorted(moving.LEAST_PIECES.values()))
-def test_a_copy_that_computes_is_not_used(least: int) -> None:
-    def quiets(to: int, source: int, elements: int) -> None:
+def test_copy_functions_that_change_or_overrun_bytes_are_not_exact(least: int) -> None:
+    def quiets_nans(to: int, source: int, elements: int) -> None:
         """Copy as a multiplication does that makes NaNs quiet."""
         for offset in range(0, 8 * elements, 8):
             value = ctypes.c_uint64.from_address(source + offset).value
@@ -86,13 +88,15 @@ def test_a_copy_that_computes_is_not_used(least: int) -> None:
         ctypes.memmove(to, source, 8 * elements)
         ctypes.memset(to + 8 * elements, 1, 1)
 
-    def rounds_large_ones(to: int, source: int, elements: int) -> None:
-        (right if 8 * elements < least else overshoots)(to, source, elements)
+    def overshoots_if_large(to: int, source: int, elements: int) -> None:
+        (copies_exactly if 8 * elements < least else overshoots)(to, source, elements)
 
-    def right(to: int, source: int, elements: int) -> None:
+    def copies_exactly(to: int, source: int, elements: int) -> None:
         ctypes.memmove(to, source, 8 * elements)
 
-    assert [moving.is_exact(copy, least) for copy in (quiets, overshoots, rounds_large_ones, right)] == [
+    assert [
+        moving.is_exact(copy, least) for copy in (quiets_nans, overshoots, overshoots_if_large, copies_exactly)
+    ] == [
         *(False, False, False),
         True,
     ]
@@ -105,7 +109,7 @@ def test_a_copy_that_computes_is_not_used(least: int) -> None:
         *[("HygonGenuine", True, False), (None, True, False)],
     ],
 )
-def test_it_is_used_where_it_was_measured_and_is_exact(
+def test_mkls_copy_is_used_only_on_measured_processors_where_it_is_exact(
     vendor: str | None, exact: bool, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
@@ -134,10 +138,10 @@ def test_mkls_copy_is_found_where_torch_has_mkl() -> None:
     assert (moving.found() is not None) == torch.backends.mkl.is_available()
 
 
-def test_a_torch_without_mkl_copies_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Without:
+def test_mkls_copy_is_not_found_in_a_library_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LibraryWithoutFunction:
         def __init__(self, _: str) -> None:
             """Load a library without the function, in place of `ctypes.CDLL`."""
 
-    monkeypatch.setattr(moving.ctypes, "CDLL", Without)
+    monkeypatch.setattr(moving.ctypes, "CDLL", LibraryWithoutFunction)
     assert moving.found() is None

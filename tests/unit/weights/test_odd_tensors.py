@@ -23,7 +23,7 @@ from weightsync.weights.target import Mode, Target
 modes = pytest.mark.parametrize("mode", Mode)
 
 
-class Silent(Tensor):
+class AlwaysRaising(Tensor):
     """A subclass on which each function of torch raises."""
 
     @classmethod
@@ -39,7 +39,7 @@ class Shapeless(Tensor):
         raise ZeroDivisionError("no shape")
 
 
-class Uncopied(Tensor):
+class Uncopyable(Tensor):
     """A subclass whose copies raise."""
 
     @classmethod
@@ -55,7 +55,7 @@ def _freed(numel: int = 4, left: int = 0) -> Tensor:
     return parameter
 
 
-def _beyond() -> Tensor:
+def _past_the_end_of_its_storage() -> Tensor:
     """A view of the right size that begins behind the end of its shrunken storage."""
     base = torch.ones(8)
     view = base[4:]
@@ -85,15 +85,15 @@ odd = pytest.mark.parametrize(
     [
         (_freed, "was freed or shrunk: its storage has 0 bytes, its shape and strides need 16"),
         (lambda: _freed(1 << 20, 64), "was freed or shrunk: its storage has 64 bytes"),
-        (_beyond, "was freed or shrunk: its storage has 16 bytes, its shape and strides need 32"),
+        (_past_the_end_of_its_storage, "was freed or shrunk: its storage has 16 bytes, its shape and strides need 32"),
         (_fake, "is a FakeTensor, which has no data"),
         (_masked, "is a MaskedTensor, which has no memory of its own"),
         (_nested, "is a nested tensor"),
         (lambda: torch._efficientzerotensor(4), "is a Tensor, which has no memory of its own"),
         (lambda: torch.ones(4, device="meta"), "is on the meta device"),
         (lambda: torch.ones(4).to_sparse(), "has the layout torch.sparse_coo"),
-        (lambda: Tensor._make_subclass(Silent, torch.ones(4)), "is a Silent, which cannot be"),
-        (lambda: torch.ones(4).as_subclass(Uncopied), "is a Uncopied, which cannot be"),
+        (lambda: Tensor._make_subclass(AlwaysRaising, torch.ones(4)), "is a AlwaysRaising, which cannot be"),
+        (lambda: torch.ones(4).as_subclass(Uncopyable), "is a Uncopyable, which cannot be"),
         (lambda: torch.ones(4).as_subclass(Shapeless), "is a Shapeless, which cannot be"),
     ],
 )
@@ -101,7 +101,9 @@ odd = pytest.mark.parametrize(
 
 @odd
 @pytest.mark.parametrize("known", [False, True])
-def test_the_trainer_refuses_to_send_it(make: Callable[[], Tensor], message: str, known: bool) -> None:
+def test_the_trainer_refuses_to_send_an_unreadable_tensor(
+    make: Callable[[], Tensor], message: str, known: bool
+) -> None:
     packer, tensor = Packer(), make()
     numel = 1 << 20 if "64 bytes" in message else 4
     if known:
@@ -115,20 +117,24 @@ def test_the_trainer_refuses_to_send_it(make: Callable[[], Tensor], message: str
 
 @odd
 @modes
-def test_a_worker_refuses_to_write_into_it(make: Callable[[], Tensor], message: str, mode: Mode) -> None:
+def test_a_worker_refuses_an_unwritable_destination_tensor(
+    make: Callable[[], Tensor], message: str, mode: Mode
+) -> None:
     with pytest.raises(LayoutError, match=r"'x' (of the destination )?is a|'x' (was|has the layout|is on)"):
         Target({"a": torch.ones(2), "x": make()}, mode)
 
 
 @odd
-def test_extra_state_that_holds_it_is_refused(make: Callable[[], Tensor], message: str) -> None:
+def test_extra_state_that_holds_an_unreadable_tensor_is_refused(make: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(LayoutError, match=f"extra state of module 'm' holds a tensor that {message}"):
         encode_extras({"m": {"ema": make()}})
 
 
 @modes
 @pytest.mark.parametrize("left", [0, 8])
-def test_a_parameter_freed_after_the_target_was_made_is_refused_and_served_again(mode: Mode, left: int) -> None:
+def test_a_parameter_freed_after_the_target_was_made_is_refused_until_its_memory_is_restored(
+    mode: Mode, left: int
+) -> None:
     worker, update = nn.Linear(1000, 4), packed(nn.Linear(1000, 4))
     target = Target(worker, mode)
     bias, staged = worker.bias.tolist(), target.stage(*update)
@@ -146,7 +152,7 @@ def test_a_parameter_freed_after_the_target_was_made_is_refused_and_served_again
 
 @modes
 @pytest.mark.parametrize("keeps_addresses", [False, True])
-def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode, keeps_addresses: bool) -> None:
+def test_memory_that_was_shrunk_is_not_written_even_at_the_same_address(mode: Mode, keeps_addresses: bool) -> None:
     worker, update = nn.BatchNorm1d(1000), packed(nn.BatchNorm1d(1000))
     target = Target(worker, mode)
     for _ in range(2):
@@ -164,7 +170,7 @@ def test_memory_that_was_shrunk_is_not_written_even_where_it_was(mode: Mode, kee
 
 
 @modes
-def test_nor_is_it_where_a_version_lies_in_another_order(mode: Mode) -> None:
+def test_a_version_in_another_order_is_not_written_into_shrunk_memory(mode: Mode) -> None:
     worker = nn.ParameterDict({"a": torch.zeros(100, 10)})
     target, update = Target(worker, mode), packed({"a": torch.ones(10, 100).t()})
     worker["a"].untyped_storage().resize_(8)
@@ -174,7 +180,7 @@ def test_nor_is_it_where_a_version_lies_in_another_order(mode: Mode) -> None:
         target.swap(target.stage(*update))
 
 
-def test_tensors_that_reach_over_a_storage_that_still_suffices_are_sent() -> None:
+def test_views_are_sent_while_their_storage_is_large_enough_and_refused_once_it_shrinks() -> None:
     base = torch.arange(12.0)
     source = {
         "tail": base[8:],
@@ -201,8 +207,8 @@ def test_a_module_with_fake_parameters_is_refused_by_the_strategy_or_the_packer(
     with pytest.raises(LayoutError, match=r"'(weight|bias)' is a FakeTensor, which has no data"):
         Packer().pack(WeightStrategy().extract_weights(module))
     silent = nn.Module()
-    silent.register_buffer("x", Tensor._make_subclass(Silent, torch.ones(4)))
-    with pytest.raises(LayoutError, match="'x' is a Silent, which cannot be detached"):
+    silent.register_buffer("x", Tensor._make_subclass(AlwaysRaising, torch.ones(4)))
+    with pytest.raises(LayoutError, match="'x' is a AlwaysRaising, which cannot be detached"):
         WeightStrategy().extract_weights(silent)
 
 
@@ -210,7 +216,7 @@ class Tagged(Tensor):
     """A subclass that differs only in its name."""
 
 
-def test_a_subclass_that_is_a_tensor_like_others_goes_on_working() -> None:
+def test_a_tensor_subclass_without_special_behaviour_is_applied() -> None:
     destination = {"x": torch.zeros(4).as_subclass(Tagged)}
     target = Target(destination)
 
@@ -248,7 +254,7 @@ def test_a_destination_made_anew_at_each_access_is_refused() -> None:
         lambda parameter: parameter.data[:1].expand(4),
     ],
 )
-def test_a_parameter_that_changes_its_form_without_moving_is_noticed(mode: Mode, change: Any) -> None:
+def test_a_parameter_with_new_shape_dtype_or_strides_at_the_same_address_is_refused(mode: Mode, change: Any) -> None:
     worker = nn.ParameterDict({"a": torch.zeros(3), "x": nn.Parameter(torch.ones(4), requires_grad=False)})
     target, update = Target(worker, mode), packed({"a": torch.ones(3), "x": torch.arange(4.0)})
     staged = target.stage(*update)
@@ -262,7 +268,7 @@ def test_a_parameter_that_changes_its_form_without_moving_is_noticed(mode: Mode,
 
 @odd
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_a_module_that_has_it_is_refused_by_each_strategy(
+def test_a_module_with_an_unusable_tensor_is_refused_by_each_strategy(
     make: Callable[[], Tensor], message: str, strategy: str
 ) -> None:
     module, found = nn.Module(), make()
@@ -284,7 +290,9 @@ def _buffers(**buffers: Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize("flag", [Tensor.conj, lambda tensor: tensor.conj().imag], ids=["conjugate", "negative"])
-def test_a_lazy_conjugate_is_sent_and_refused_as_a_destination(flag: Callable[[Tensor], Tensor]) -> None:
+def test_lazily_conjugated_or_negated_tensors_are_sent_but_refused_as_a_destination(
+    flag: Callable[[Tensor], Tensor],
+) -> None:
     lazy = flag(torch.randn(4, dtype=torch.complex64))
     plain = _buffers(x=torch.zeros_like(lazy.resolve_conj().resolve_neg()), y=torch.ones(2))
 
@@ -295,14 +303,14 @@ def test_a_lazy_conjugate_is_sent_and_refused_as_a_destination(flag: Callable[[T
         Target(_buffers(x=lazy, y=torch.ones(2)))
 
 
-def _inferred() -> nn.Module:
+def _made_in_inference_mode() -> nn.Module:
     with torch.inference_mode():
         return nn.Linear(3, 3)
 
 
-def _inferred_and_cast() -> nn.Module:
+def _made_in_inference_mode_and_cast() -> nn.Module:
     """A model whose tensors are not inference tensors any more, although autograd still counts no writes to them."""
-    return _inferred().bfloat16()
+    return _made_in_inference_mode().bfloat16()
 
 
 def _frozen() -> nn.Module:
@@ -332,8 +340,8 @@ def _sharing() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        _inferred,
-        _inferred_and_cast,
+        _made_in_inference_mode,
+        _made_in_inference_mode_and_cast,
         _frozen,
         _in_a_graph,
         _channels_last,
@@ -344,7 +352,7 @@ def _sharing() -> nn.Module:
         lambda: _buffers(x=torch.randn(3, 4).t(), y=nn.Parameter(torch.ones(3)) * torch.randn(())),
     ],
 )
-def test_whatever_its_arrangement_what_is_applied_is_live(mode: Mode, make: Callable[[], nn.Module]) -> None:
+def test_applied_weights_are_live_in_every_kind_of_module(mode: Mode, make: Callable[[], nn.Module]) -> None:
     source, destination = make(), make()
     target = Target(destination, mode)
 

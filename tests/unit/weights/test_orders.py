@@ -26,7 +26,7 @@ SHAPE = (2, 3, 4, 5)
 ORDERS = list(permutations(range(4)))
 
 
-def lying(values: Tensor, order: tuple[int, ...]) -> Tensor:
+def with_order(values: Tensor, order: tuple[int, ...]) -> Tensor:
     """The same values, with dimensions that lie in memory in this order, outermost first."""
     return values.permute(order).contiguous().permute([order.index(at) for at in range(len(order))])
 
@@ -40,8 +40,8 @@ def module(order: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.flo
         made[0].bias.fill_(-seed)
     for name, shape in (("small", SHAPE), ("large", (20, 30, 8, 9))):
         values = torch.randn(shape, generator=draw_).to(dtype)
-        made[1].register_parameter(name, nn.Parameter(lying(values, order)))
-    made[1].register_buffer("kept", lying(torch.randn(SHAPE, generator=draw_), order))
+        made[1].register_parameter(name, nn.Parameter(with_order(values, order)))
+    made[1].register_buffer("kept", with_order(torch.randn(SHAPE, generator=draw_), order))
     return made
 
 
@@ -77,9 +77,9 @@ def test_the_order_of_a_tensor_is_that_of_its_elements_in_memory(tensor: Tensor,
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_payload_has_the_trainers_bytes(order: tuple[int, ...]) -> None:
+def test_a_payload_keeps_the_trainers_element_order(order: tuple[int, ...]) -> None:
     values = torch.randn(SHAPE)
-    source = lying(values, order)
+    source = with_order(values, order)
     layout, payload, _ = packed({"w": source})
 
     assert bytes(payload) == bits(values.permute(order))
@@ -92,7 +92,7 @@ def test_a_payload_has_the_trainers_bytes(order: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ the layout
 
 
-def test_layouts_that_differ_in_orders_alone_fit_but_are_not_equal() -> None:
+def test_layouts_that_differ_only_in_orders_fit_but_are_not_equal() -> None:
     specs = [("a", "float32", (2, 3)), ("b", "float32", (4, 5))]
     plain, turned, both = (Layout(specs, ["m"], orders) for orders in ({}, {"a": (1, 0)}, {"a": (1, 0), "b": (1, 0)}))
 
@@ -106,7 +106,7 @@ def test_layouts_that_differ_in_orders_alone_fit_but_are_not_equal() -> None:
     assert not turned.fits(Layout(specs, [], {"a": (1, 0)}))
 
 
-def test_a_layout_without_orders_has_the_bytes_that_it_always_had() -> None:
+def test_the_encoding_of_a_layout_without_orders_is_unchanged() -> None:
     layout = Layout([("a", "int16", (2, 3))], ["m"])
 
     assert layout.encode() == (
@@ -128,7 +128,7 @@ def test_an_impossible_order_is_refused(order: tuple[int, ...]) -> None:
 @modes
 @pytest.mark.parametrize("sent", ORDERS[::5])
 @pytest.mark.parametrize("own", ORDERS[::5])
-def test_weights_of_any_order_arrive_in_a_model_of_any_other(
+def test_weights_in_any_order_are_applied_to_a_model_in_any_other_order(
     mode: Mode, sent: tuple[int, ...], own: tuple[int, ...]
 ) -> None:
     worker = module(own)
@@ -146,7 +146,7 @@ def test_weights_of_any_order_arrive_in_a_model_of_any_other(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_parameters_of_the_order_that_is_sent_are_views_of_the_payload(order: tuple[int, ...]) -> None:
+def test_parameters_in_the_sent_order_are_views_of_the_payload(order: tuple[int, ...]) -> None:
     worker, source = module(order), module(order, 1)
     layout, payload, extras = packed(source)
     target = Target(worker, Mode.MAP)
@@ -176,7 +176,7 @@ def test_a_slot_is_free_once_weights_of_another_order_are_applied() -> None:
         slots.append(payload)
 
 
-def test_an_update_that_was_staged_before_one_of_another_order_is_read_in_its_own() -> None:
+def test_updates_staged_in_different_orders_are_each_read_in_their_own_order() -> None:
     worker = module(ORDERS[0])
     target, sources = Target(worker, Mode.MAP), [module(order, seed) for seed, order in enumerate(ORDERS[::8], 1)]
     staged = [target.stage(*packed(source)) for source in sources]
@@ -204,7 +204,7 @@ def test_g3_weights_of_another_order_are_not_written_into_memory_that_other_proc
     assert [bits(tensor) for tensor in elsewhere] == before
 
 
-def test_tensors_of_a_dict_stay_in_shared_memory_whatever_order_is_sent() -> None:
+def test_tensors_of_a_dict_stay_in_shared_memory_if_another_order_is_sent() -> None:
     shared = torch.zeros(4, 3).share_memory_()
     target = Target({"w": shared}, Mode.MAP)
     values = torch.randn(3, 4).t()
@@ -216,7 +216,7 @@ def test_tensors_of_a_dict_stay_in_shared_memory_whatever_order_is_sent() -> Non
 
 
 @modes
-def test_tied_parameters_stay_tied_and_must_agree_whatever_order_is_sent(mode: Mode) -> None:
+def test_tied_parameters_stay_tied_and_must_agree_in_every_sent_order(mode: Mode) -> None:
     def tied(first: Tensor, second: Tensor) -> nn.Module:
         made = nn.Module()
         made.first, made.second = nn.Parameter(first), nn.Parameter(second)
@@ -229,8 +229,8 @@ def test_tied_parameters_stay_tied_and_must_agree_whatever_order_is_sent(mode: M
     target = Target(worker, mode)
     for first, second in (
         (values, values),
-        (lying(values, (1, 0)), lying(values, (1, 0))),
-        (lying(values, (1, 0)), values),
+        (with_order(values, (1, 0)), with_order(values, (1, 0))),
+        (with_order(values, (1, 0)), values),
     ):
         target.swap(target.stage(*packed(tied(first, second))))
         assert worker.first is worker.second is one
@@ -242,7 +242,7 @@ def test_tied_parameters_stay_tied_and_must_agree_whatever_order_is_sent(mode: M
         assert torch.equal(one, values + 1)
 
 
-def test_a_hand_over_of_other_weights_keeps_the_order_that_is_sent() -> None:
+def test_weights_in_alternating_orders_are_applied_by_hand() -> None:
     worker, sent = module(ORDERS[9]), module(ORDERS[9], 1)
     target = Target(worker, Mode.MAP)
 
@@ -257,7 +257,7 @@ def test_a_hand_over_of_other_weights_keeps_the_order_that_is_sent() -> None:
 # --------------------------------------------------------------------------------------------------- packing
 
 
-def test_weights_that_turn_are_packed_in_the_order_that_was_agreed() -> None:
+def test_transposed_weights_are_packed_in_the_agreed_order() -> None:
     packer = Packer()
     layout = packer.layout_of(module(ORDERS[9]))
 
@@ -272,7 +272,7 @@ def test_weights_that_turn_are_packed_in_the_order_that_was_agreed() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda seed: module(ORDERS[9], seed), lambda seed: module(ORDERS[23], seed)])
-def test_narrower_weights_keep_their_order(make: Callable[[int], nn.Module]) -> None:
+def test_weights_cast_to_the_wire_dtype_keep_their_order(make: Callable[[int], nn.Module]) -> None:
     source, packer = make(1), Packer(wire_dtype=WireDtype.BFLOAT16)
     made = packer.pack(source)
     worker = make(0).to(torch.bfloat16)
@@ -284,12 +284,12 @@ def test_narrower_weights_keep_their_order(make: Callable[[int], nn.Module]) -> 
     assert snapshot(worker) == snapshot(source.to(torch.bfloat16))
 
 
-def test_a_value_too_large_is_shown_as_it_is_whatever_the_order() -> None:
+def test_the_overflow_error_shows_the_value_of_a_transposed_tensor() -> None:
     weights = torch.zeros(3, 4)
     weights[2, 1] = 70000.0
 
     with pytest.raises(LayoutError, match="'w' has 1 value, such as 70000, that would be sent as inf"):
-        Packer(wire_dtype=WireDtype.FLOAT16).pack({"w": lying(weights, (1, 0))})
+        Packer(wire_dtype=WireDtype.FLOAT16).pack({"w": with_order(weights, (1, 0))})
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -304,14 +304,14 @@ def test_a_loader_gets_contiguous_tensors(aligned: bool) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in source.state_dict().items())
 
 
-def test_an_order_of_another_making_is_read_as_it_says() -> None:
+def test_an_order_that_places_a_dimension_of_size_1_elsewhere_is_read_correctly() -> None:
     """The place of a dimension of size 1 in an order does not change the elements, but our orders put it elsewhere."""
     layout = Layout([("w", "float32", (1, 3, 4))], (), {"w": (2, 0, 1)})
     values = torch.randn(1, 3, 4)
     payload = torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data
     payload[:] = bits(values.permute(2, 0, 1))
     worker = nn.Module()
-    worker.w = nn.Parameter(lying(torch.zeros(1, 3, 4), (0, 2, 1)))
+    worker.w = nn.Parameter(with_order(torch.zeros(1, 3, 4), (0, 2, 1)))
     target = Target(worker, Mode.MAP)
 
     target.swap(target.stage(Layout.decode(layout.encode()), payload))
@@ -320,7 +320,7 @@ def test_an_order_of_another_making_is_read_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "complex32"])
-def test_halves_in_another_order_are_copied_as_integers_on_a_device(name: str) -> None:
+def test_narrow_floats_in_another_order_are_copied_as_integers_on_a_device(name: str) -> None:
     """The kernel of torch would convert the elements to float and back, which changes the bits of NaNs."""
     given = torch.arange(48, dtype=torch.uint8).view(DTYPES[name]).view(2, -1).t()
     into = torch.zeros(48, dtype=torch.uint8).view(DTYPES[name]).view(2, -1).t()
@@ -335,7 +335,7 @@ def test_halves_in_another_order_are_copied_as_integers_on_a_device(name: str) -
     assert bits(into) == bits(given)
 
 
-def test_a_plan_for_copying_is_made_anew_for_another_order() -> None:
+def test_a_copy_plan_is_rebuilt_for_another_order() -> None:
     worker = module(ORDERS[0])
     target = Target(worker)
     plans: list[Pieces | None] = []

@@ -21,7 +21,7 @@ from weightsync.weights.tree_digest import CHUNK, digest
 
 
 @given(sampled_dicts)
-def test_every_bit_arrives(found: dict[str, tuple[Tensor, bytes]]) -> None:
+def test_packed_tensors_are_bit_identical_and_padding_is_zero(found: dict[str, tuple[Tensor, bytes]]) -> None:
     weights = read_weights({name: tensor for name, (tensor, _) in found.items()})
     layout = layout_of(weights)
     payload = bytearray(b"\xaa" * (layout.nbytes + 5))
@@ -39,7 +39,7 @@ def test_every_bit_arrives(found: dict[str, tuple[Tensor, bytes]]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arrangement", ["contiguous", "strided"])
-def test_all_patterns_of_sixteen_bits_survive(dtype: str, arrangement: str) -> None:
+def test_random_bits_of_every_dtype_are_packed_unchanged(dtype: str, arrangement: str) -> None:
     tensor, expected = sample(dtype, (1 << 16,), 3, arrangement)
 
     weights = read_weights({"a": tensor})
@@ -49,7 +49,7 @@ def test_all_patterns_of_sixteen_bits_survive(dtype: str, arrangement: str) -> N
     assert payload == expected
 
 
-def test_lazily_conjugated_and_negated_tensors_arrive_as_what_they_mean() -> None:
+def test_lazily_conjugated_and_negated_tensors_are_packed_resolved() -> None:
     tensor = torch.randn(5, dtype=torch.complex64)
     weights = read_weights({"conj": tensor.conj(), "neg": tensor.conj().imag})
     payload = bytearray(layout_of(weights).nbytes)
@@ -60,7 +60,7 @@ def test_lazily_conjugated_and_negated_tensors_arrive_as_what_they_mean() -> Non
     assert bytes(payload[64:84]) == bits(-tensor.imag)
 
 
-def test_weights_are_packed_although_a_mode_of_torchs_fails_at_buffers_without_a_version() -> None:
+def test_weights_are_packed_and_hashed_under_allow_mutation_on_saved_tensors() -> None:
     weights = read_weights({"flags": torch.tensor([True, False]), "strided": torch.arange(8.0)[::2]})
     layout = layout_of(weights)
     payload = bytearray(layout.nbytes)
@@ -77,7 +77,7 @@ def test_weights_are_packed_although_a_mode_of_torchs_fails_at_buffers_without_a
     assert found == digest(memoryview(payload), b"")
 
 
-def test_a_buffer_that_comes_round_again_is_written_anew() -> None:
+def test_a_reused_buffer_is_overwritten() -> None:
     buffers = [bytearray(4), bytearray(4)]
     for value in range(6):
         weights = read_weights({"a": torch.tensor(float(value))})
@@ -86,7 +86,7 @@ def test_a_buffer_that_comes_round_again_is_written_anew() -> None:
         assert buffers[value % 2] == bits(torch.tensor(float(value)))
 
 
-def test_a_buffer_can_be_closed_although_it_was_packed_into() -> None:
+def test_packing_leaves_no_export_of_the_buffer() -> None:
     buffer = bytearray(400)
     weights = read_weights({"a": torch.ones(100)})
 
@@ -97,7 +97,7 @@ def test_a_buffer_can_be_closed_although_it_was_packed_into() -> None:
 
 
 @given(sampled_dicts)
-def test_the_digest_is_the_same_in_small_pieces(found: dict[str, tuple[Tensor, bytes]]) -> None:
+def test_the_digest_is_the_same_if_weights_are_hashed_in_small_pieces(found: dict[str, tuple[Tensor, bytes]]) -> None:
     weights = read_weights({name: tensor for name, (tensor, _) in found.items()})
     layout = layout_of(weights)
     payload = memoryview(bytearray(layout.nbytes))
@@ -123,14 +123,14 @@ def test_an_empty_model_has_a_layout_and_a_digest() -> None:
 
 
 @pytest.mark.parametrize("view", [memoryview(bytes(16)), memoryview(bytearray(15)), memoryview(bytearray(64))[::2]])
-def test_a_buffer_that_cannot_hold_them_is_refused(view: memoryview) -> None:
+def test_packing_into_a_read_only_short_or_strided_buffer_is_refused(view: memoryview) -> None:
     weights = read_weights({"a": torch.ones(4)})
 
     with pytest.raises(ConfigurationError, match="16 contiguous, writable bytes"):
         pack(weights, layout_of(weights), view)
 
 
-def test_what_no_shape_or_dtype_shows_is_refused_by_name_in_the_copy_too() -> None:
+def test_a_sparse_tensor_that_fits_a_known_layout_is_refused_by_name() -> None:
     known = Layout([("a", "float32", (2,)), ("b", "float32", (3,))])
     sparse = Weights({"a": torch.ones(2), "b": torch.ones(3).to_sparse()}, {})
 
@@ -140,7 +140,7 @@ def test_what_no_shape_or_dtype_shows_is_refused_by_name_in_the_copy_too() -> No
         pack(sparse, known, memoryview(bytearray(known.nbytes)))
 
 
-def test_a_tensor_that_cannot_be_copied_is_named_behind_others_that_were() -> None:
+def test_the_error_names_only_the_tensor_that_cannot_be_copied() -> None:
     known = layout_of(read_weights({"a": torch.ones(20_000), "b": torch.ones(3)}))
     sparse = Weights({"a": torch.ones(20_000), "b": torch.ones(3).to_sparse()}, {})
 
@@ -150,7 +150,7 @@ def test_a_tensor_that_cannot_be_copied_is_named_behind_others_that_were() -> No
     assert list(caught.value.mismatched) == ["b"]
 
 
-def test_the_digest_of_a_large_tensor_is_that_of_the_tensor_and_not_of_its_copy(
+def test_the_digest_of_a_large_tensor_is_computed_from_the_tensor_and_not_from_its_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def damages(to: int, source: int, nbytes: int) -> None:
@@ -169,7 +169,7 @@ def test_the_digest_of_a_large_tensor_is_that_of_the_tensor_and_not_of_its_copy(
     assert found == digest(memoryview(bytes(layout.nbytes)), b"")
 
 
-def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
+def test_copied_ranges_are_reported_without_gaps_and_none_crosses_a_chunk() -> None:
     before = torch.get_num_threads()
     weights = read_weights({"a": torch.randn(1000), "b": torch.randn(1_200_000), "c": torch.randn(1_300_000)})
     layout = layout_of(weights)
@@ -191,11 +191,11 @@ def test_a_digest_follows_the_copy_chunk_by_chunk() -> None:
     assert pack_digested(weights, layout, payload, b"x", pieces) == digest(payload, b"x")
 
 
-def test_no_tensors_are_no_views() -> None:
+def test_an_empty_layout_has_no_views() -> None:
     assert views(Layout(()), torch.empty(0, dtype=torch.uint8)) == []
 
 
-def test_weights_are_hashed_past_torchs_compiler() -> None:
+def test_torch_compile_does_not_trace_the_hashing_of_weights() -> None:
     """The default backend fails at tensors of inference mode, and torch is unusable in that thread from then on."""
     weights = read_weights({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int64)})
     layout, graphs = layout_of(weights), []

@@ -35,7 +35,7 @@ def test_paths_resolve(path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["nets['critic']", 'nets["critic"]', "nets['a.b'][0]", """nets["it's"]""", "nets['0']"]
 )
-def test_keys_stand_in_quotes(path: str) -> None:
+def test_quoted_keys_resolve(path: str) -> None:
     assert _resolve_model(CONTEXT, path) is LEAF
 
 
@@ -55,7 +55,7 @@ def test_keys_stand_in_quotes(path: str) -> None:
         ("empty.net", "net", "on 'empty' (a NoneType)"),
     ],
 )
-def test_the_part_that_fails_is_named(path: str, part: str, message: str) -> None:
+def test_the_error_names_the_part_that_does_not_resolve(path: str, part: str, message: str) -> None:
     with pytest.raises(ModelPathError) as caught:
         _resolve_model(CONTEXT, path)
 
@@ -98,7 +98,7 @@ def test_malformed_paths_are_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [None, 3, b"a", ["a"]])
-def test_a_path_is_text(path: Any) -> None:
+def test_paths_that_are_not_strings_are_refused(path: Any) -> None:
     with pytest.raises(ModelPathError, match="is not a model path"):
         _resolve_model(CONTEXT, path)
 
@@ -117,6 +117,6 @@ def test_any_text_resolves_or_is_refused(path: str) -> None:
         assert _resolve_model(CONTEXT, path) is not None
 
 
-def test_no_context_is_told_apart() -> None:
+def test_a_missing_context_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="needs a context"):
         _resolve_model(None, "policy")

@@ -36,7 +36,7 @@ def travelled(weights: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_tensor_is_read_as_it_was_and_can_be_written_to(name: str) -> None:
+def test_every_tensor_is_unpickled_unchanged_and_writable(name: str) -> None:
     given = TENSORS[name]
 
     read = travelled({name: given})[name]
@@ -52,7 +52,7 @@ def test_every_tensor_is_read_as_it_was_and_can_be_written_to(name: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_a_conjugated_complex32_tensor_is_read_as_it_was() -> None:
+def test_a_conjugated_complex32_tensor_is_unpickled_unchanged() -> None:
     given = torch.tensor([[1 + 2j, 3 - 4j]]).to(torch.complex32).conj()
 
     read = travelled({"weight": given})["weight"]
@@ -87,7 +87,9 @@ def test_tied_weights_stay_tied() -> None:
     assert read["a"] is read["b"]
 
 
-def test_no_storage_is_written_by_torch_and_no_view_brings_its_whole_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickling_views_neither_calls_torch_save_nor_writes_their_whole_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch writes a file for each storage and each view of it. With hundreds of tensors, that took most of a push."""
     flat = torch.arange(6400.0)
     views = {str(number): flat[100 * number : 100 * number + 100] for number in range(64)}
@@ -103,7 +105,7 @@ class _Marked(Tensor):
     """A subclass of Tensor."""
 
 
-def test_what_is_more_than_its_bytes_is_left_to_torch() -> None:
+def test_tensor_subclasses_and_tensors_with_attributes_are_pickled_by_torch() -> None:
     named = torch.ones(2)
     named.note = "kept"  # type: ignore[attr-defined]
 
@@ -117,7 +119,7 @@ def test_what_is_more_than_its_bytes_is_left_to_torch() -> None:
     "state", [lambda given: {"of": given}, lambda given: [given], lambda given: (1, {"of": given})]
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_tensor_deep_in_other_values_that_torch_could_not_read_back_is_read_as_it_was(
+def test_a_uint16_tensor_nested_in_extra_state_is_unpickled_unchanged(
     state: Callable[[Tensor], Any], nested: bool
 ) -> None:
     held = state(torch.arange(3).to(torch.uint16))
@@ -130,7 +132,7 @@ def test_a_tensor_deep_in_other_values_that_torch_could_not_read_back_is_read_as
     assert str(dict(read.items())["_extra_state"]) == str(dict(weights.items())["_extra_state"])
 
 
-def test_other_values_are_left_to_the_pickler_of_the_caller() -> None:
+def test_values_other_than_tensors_are_left_to_the_callers_pickler() -> None:
     """Ray can pickle functions, and classes of a program's main module; `pickle` cannot."""
     weights = {"weight": torch.ones(2), "schedule": lambda step: step}
 

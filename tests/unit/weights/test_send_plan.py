@@ -103,16 +103,16 @@ def renamed(model: Model) -> None:
     del model.square
 
 
-def gone(model: Model) -> None:
+def removed(model: Model) -> None:
     del model.large
 
 
 @pytest.mark.parametrize(
     "change",
-    [values, moved, reshaped, transposed, cast, negated, replaced, tied, resized, renamed, gone],
+    [values, moved, reshaped, transposed, cast, negated, replaced, tied, resized, renamed, removed],
     ids=lambda each: each.__name__,
 )
-def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[Model], None]) -> None:
+def test_weights_changed_between_two_sends_are_sent_with_their_current_values(change: Callable[[Model], None]) -> None:
     model = Model()
     packer = planned(model)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_whatever_changes_between_two_sends_is_sent_as_it_is(change: Callable[[M
         assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_parameters_that_are_tied_and_untied_between_two_sends_are_sent_as_they_are() -> None:
+def test_parameters_tied_or_untied_between_two_sends_are_sent_with_their_current_values() -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
     packer = planned(model)
     own = model["b"].weight
@@ -140,7 +140,7 @@ def test_parameters_that_are_tied_and_untied_between_two_sends_are_sent_as_they_
             assert torch.equal(found["b.weight"], weight)
 
 
-def test_memory_that_was_freed_is_not_read() -> None:
+def test_freed_memory_is_not_read() -> None:
     model = Model()
     packer = planned(model)
     model.small[3].untyped_storage().resize_(0)
@@ -153,7 +153,7 @@ def test_memory_that_was_freed_is_not_read() -> None:
     assert sent(packer, model)["small.3"].tolist() == [5.0] * 4
 
 
-def test_memory_that_was_shrunk_is_not_read_even_where_it_was() -> None:
+def test_shrunk_memory_is_not_read_even_at_the_same_address() -> None:
     model = Model()
     packer = planned(model)
     model.large.untyped_storage().resize_(8)
@@ -185,7 +185,7 @@ class Moving(nn.Module):
         """Do nothing."""
 
 
-def test_weights_that_move_as_their_extra_state_is_read_are_sent_from_where_they_are_then() -> None:
+def test_weights_moved_while_their_extra_state_is_read_are_sent_from_their_new_memory() -> None:
     model, packer = Moving(), Packer()
     for _ in range(5):
         found = sent(packer, model)
@@ -195,7 +195,7 @@ def test_weights_that_move_as_their_extra_state_is_read_are_sent_from_where_they
         }
 
 
-def test_small_tensors_are_joined_once_they_have_stayed_where_they_were() -> None:
+def test_small_tensors_are_joined_once_their_addresses_have_stayed_the_same() -> None:
     model = Model()
     packer = planned(model)
     pieces = packer._plan._pieces  # type: ignore[union-attr]
@@ -218,7 +218,7 @@ def test_a_sender_keeps_no_tensor_alive() -> None:
     packer.close()
 
 
-def test_a_copy_is_planned_once_and_only_for_weights_that_stay_where_they_are() -> None:
+def test_a_copy_is_planned_once_and_only_for_weights_that_have_not_moved() -> None:
     weights = read_weights(Model())
     plan = SendPlan(weights, None, None)
 
@@ -260,7 +260,7 @@ def outcome(packer: Packer, weights: dict[str, Tensor]) -> object:
     return {name: (each.dtype, each.shape, bits_of(each).numpy().tobytes()) for name, each in found.items()}
 
 
-def as_the_first(weights: dict[str, Tensor], wire_dtype: WireDtype | None = None) -> object:
+def outcome_of_a_new_packer(weights: dict[str, Tensor], wire_dtype: WireDtype | None = None) -> object:
     """The outcome of a sender that has sent nothing before."""
     packer = Packer(wire_dtype=wire_dtype)
     try:
@@ -321,7 +321,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ["small", "large", "flags", "complex"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_weights_that_move_and_change_at_once_are_sent_as_if_they_were_the_first(
+def test_weights_that_move_and_change_together_are_sent_as_by_a_new_sender(
     change: Callable[[Tensor], Tensor], name: str
 ) -> None:
     first = {
@@ -337,7 +337,7 @@ def test_weights_that_move_and_change_at_once_are_sent_as_if_they_were_the_first
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about new and deprecated features
         changed[name] = change(changed[name])
-    expected = [as_the_first(weights) for weights in (first, second, changed)]
+    expected = [outcome_of_a_new_packer(weights) for weights in (first, second, changed)]
     for at in (0, 1, 1, 2, 2, 1, 2, 0):
         assert outcome(packer, (first, second, changed)[at]) == expected[at]
     packer.close()
@@ -361,28 +361,28 @@ def test_weights_that_move_before_each_send_are_planned_once(monkeypatch: pytest
 
     assert called == {"layout_of": 1, "movable": 1}
     assert len(plans) == 10
-    assert outcome(packer, weights[0]) == as_the_first(weights[0])
+    assert outcome(packer, weights[0]) == outcome_of_a_new_packer(weights[0])
 
 
-def test_weights_that_are_cast_are_sent_as_they_are_wherever_they_are() -> None:
+def test_cast_weights_that_move_are_sent_as_by_a_new_sender() -> None:
     packer = Packer(wire_dtype=WireDtype.BFLOAT16)
     weights = {name: each.detach() for name, each in Model().state_dict().items()}
     for _ in range(4):
-        assert outcome(packer, weights) == as_the_first(weights, WireDtype.BFLOAT16)
+        assert outcome(packer, weights) == outcome_of_a_new_packer(weights, WireDtype.BFLOAT16)
         assert torch.float32 not in {each.dtype for each in sent(packer, weights).values()}
         weights = copies(weights)
 
 
-def test_weights_that_are_tied_and_untied_as_they_move_are_sent_as_they_are() -> None:
+def test_weights_tied_or_untied_as_they_move_are_sent_as_by_a_new_sender() -> None:
     packer = Packer()
     for tied in (False, False, True, True, False):
         one, two = torch.randn(3), torch.randn(3)
         weights = {"one": one, "two": one if tied else two}
         for _ in range(2):
-            assert outcome(packer, weights) == as_the_first(weights)
+            assert outcome(packer, weights) == outcome_of_a_new_packer(weights)
 
 
-def test_memory_of_small_tensors_is_kept_only_for_weights_that_are_copied_again() -> None:
+def test_memory_for_joined_small_tensors_is_kept_only_from_the_second_copy_on() -> None:
     first, moved_to = Model(), Model()
     packer = planned(first)
     kept: list[list[object]] = []
@@ -396,13 +396,13 @@ def test_memory_of_small_tensors_is_kept_only_for_weights_that_are_copied_again(
     assert all(map(is_, kept[1], kept[2]))
 
 
-def test_a_plan_keeps_the_layout_of_the_one_before() -> None:
+def test_a_new_plan_keeps_the_layout_of_the_previous_plan() -> None:
     before = SendPlan(read_weights(Model()), None, None)
 
     assert SendPlan(read_weights(Model()), before, None).layout is before.layout
 
 
-def test_tensors_that_have_no_place_in_memory_are_said_to_be_nowhere() -> None:
+def test_meta_tensors_and_tensor_subclasses_have_no_known_place() -> None:
     for tensor in (torch.ones(2, device="meta"), torch.ones(2).as_subclass(Odd)):
         assert send_plan._place_of(Weights({"a": tensor}, {})) is None
     assert send_plan._place_of(Weights({"a": torch.ones(2)}, {})) == torch.device("cpu")

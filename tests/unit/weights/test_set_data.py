@@ -31,12 +31,12 @@ PROGRAM = """
 """
 
 
-def test_a_swap_beside_a_thread_that_computes_with_the_parameters_ends() -> None:
+def test_set_data_does_not_deadlock_with_a_thread_that_computes_with_the_parameter() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], timeout=100, check=True)
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_tensor_keeps_what_it_is_but_its_memory(trained: bool) -> None:
+def test_set_data_changes_only_the_memory_of_a_parameter(trained: bool) -> None:
     parameter, memory = nn.Parameter(torch.zeros(2, 3), requires_grad=trained), torch.ones(2, 3)
     set_data([(parameter, memory)])
     assert (parameter.data_ptr(), parameter.requires_grad, parameter.is_leaf) == (memory.data_ptr(), trained, True)

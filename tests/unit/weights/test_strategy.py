@@ -18,7 +18,7 @@ from weightsync import ConfigurationError, LayoutError, WeightStrategy
 formats = pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
 
 
-def test_a_strategy_is_as_good_as_its_name() -> None:
+def test_a_strategy_equals_and_hashes_like_its_name() -> None:
     strategy = WeightStrategy("state_dict")
 
     assert strategy == "state_dict"
@@ -34,7 +34,7 @@ def test_a_strategy_is_as_good_as_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "dict", None, 3])
-def test_another_name_is_refused(name: object) -> None:
+def test_unknown_strategy_names_are_refused(name: object) -> None:
     with pytest.raises(ConfigurationError, match="There is no strategy"):
         WeightStrategy(name)
     assert issubclass(ConfigurationError, ValueError)
@@ -65,7 +65,7 @@ def test_a_tensordict_is_nested_unlocked_and_refers_to_the_weights() -> None:
 
 
 @formats
-def test_whatever_the_source_the_weights_are_the_same(extract_as: str) -> None:
+def test_every_kind_of_source_gives_the_same_weights(extract_as: str) -> None:
     policy, strategy = trained(2), WeightStrategy(extract_as)
     expected = snapshot(policy)
 
@@ -76,7 +76,7 @@ def test_whatever_the_source_the_weights_are_the_same(extract_as: str) -> None:
 
 @formats
 @pytest.mark.parametrize("inplace", [True, False])
-def test_weights_of_either_format_are_applied_to_anything(extract_as: str, inplace: bool) -> None:
+def test_weights_of_either_format_are_applied_to_every_kind_of_destination(extract_as: str, inplace: bool) -> None:
     source, strategy = trained(2), WeightStrategy(extract_as)
     nested = WeightStrategy().extract_weights(trained(1)).clone()
     for destination in (
@@ -95,7 +95,7 @@ def test_weights_of_either_format_are_applied_to_anything(extract_as: str, inpla
 
 
 @pytest.mark.parametrize("wrap", [TensorDict, dict])
-def test_out_of_place_gives_new_tensors_and_leaves_the_old(wrap) -> None:
+def test_out_of_place_apply_creates_new_tensors_and_does_not_change_the_old(wrap) -> None:
     destination = wrap({"a": torch.zeros(2), "n": wrap({"b": nn.Parameter(torch.zeros(3), requires_grad=False)})})
     a, b = destination["a"], destination["n"]["b"]
     weights = {"a": torch.ones(2), "n.b": torch.ones(3)}
@@ -111,7 +111,7 @@ def test_out_of_place_gives_new_tensors_and_leaves_the_old(wrap) -> None:
 
 
 @pytest.mark.parametrize("wrap", [TensorDict, dict])
-def test_out_of_place_gives_each_tensor_memory_of_its_own_so_that_torch_can_save_it(wrap) -> None:
+def test_out_of_place_apply_gives_each_tensor_its_own_storage_so_torch_can_save_it(wrap) -> None:
     destination, file = wrap({"a": torch.zeros(100), "b": torch.zeros(2), "n": torch.tensor(0)}), io.BytesIO()
     weights = {"a": torch.ones(100), "b": torch.ones(2), "n": torch.tensor(3)}
 
@@ -125,7 +125,7 @@ def test_out_of_place_gives_each_tensor_memory_of_its_own_so_that_torch_can_save
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in destination.values())
 
 
-def test_out_of_place_gives_parameters_new_memory() -> None:
+def test_out_of_place_apply_gives_parameters_new_memory() -> None:
     module = nn.Linear(2, 2)
     weight, memory = module.weight, module.weight.detach()
     before = memory.clone()
@@ -146,7 +146,7 @@ def test_out_of_place_gives_parameters_new_memory() -> None:
         types.MappingProxyType({"a": torch.zeros(2)}),
     ],
 )
-def test_out_of_place_needs_a_destination_that_can_change(destination) -> None:
+def test_out_of_place_apply_refuses_locked_and_read_only_destinations(destination) -> None:
     before = snapshot(destination)
     name = next(name for name in before if name != "extras")
 
@@ -158,7 +158,7 @@ def test_out_of_place_needs_a_destination_that_can_change(destination) -> None:
     assert snapshot(destination) == {**snapshot({name: torch.ones(2)})}
 
 
-def test_parameters_of_a_tensordict_are_given_new_memory_in_place() -> None:
+def test_out_of_place_apply_keeps_the_identity_of_tensordict_parameters() -> None:
     params = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
     parameter = params["a"]
 
@@ -179,7 +179,7 @@ def test_parameters_of_a_tensordict_are_given_new_memory_in_place() -> None:
         {"a": torch.ones(2), "b": torch.ones(2), "_extra_state": 3},
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(inplace: bool, weights: dict[str, object]) -> None:
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(inplace: bool, weights: dict[str, object]) -> None:
     module = nn.Module()
     module.a, module.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     for destination in (
@@ -212,7 +212,7 @@ def test_names_that_cannot_be_nested_are_refused() -> None:
         WeightStrategy().extract_weights({"a.b": torch.ones(1), "a": torch.ones(1)})
 
 
-def test_extra_state_of_the_root_travels_in_both_formats() -> None:
+def test_extra_state_of_the_root_module_is_applied_in_both_formats() -> None:
     source, destination = Counted(), Counted()
     source.state = {"x": torch.ones(2), "y": [1, None]}
     for extract_as in ("tensordict", "state_dict"):

@@ -31,7 +31,7 @@ modes = pytest.mark.parametrize("mode", Mode)
 
 @modes
 @given(sampled_dicts)
-def test_every_bit_of_a_dict_becomes_live(mode: Mode, found: dict[str, tuple[Tensor, bytes]]) -> None:
+def test_a_dict_gets_every_bit_of_an_update_in_place(mode: Mode, found: dict[str, tuple[Tensor, bytes]]) -> None:
     source = {name: tensor for name, (tensor, _) in found.items()}
     arranged = zip(source.items(), itertools.cycle(ARRANGEMENTS[:-1]), strict=False)
     destination = {
@@ -52,7 +52,7 @@ def test_every_bit_of_a_dict_becomes_live(mode: Mode, found: dict[str, tuple[Ten
 @modes
 @settings(max_examples=20)
 @given(st.integers(0, 1000))
-def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
+def test_a_policy_gets_all_weights_and_keeps_its_parameter_objects(mode: Mode, seed: int) -> None:
     source, worker = trained(seed), trained(seed + 1)
     before = dict(worker.named_parameters(remove_duplicate=False))
     layout, payload, extras = packed(source)
@@ -70,7 +70,7 @@ def test_a_policy_is_served_whole(mode: Mode, seed: int) -> None:
 
 
 @modes
-def test_parameters_of_a_dict_stay_where_they_are(mode: Mode) -> None:
+def test_parameters_of_a_dict_keep_their_memory(mode: Mode) -> None:
     parameter = nn.Parameter(torch.zeros(64))
     before = parameter.data_ptr()
     target = Target({"a": parameter}, mode)
@@ -95,7 +95,7 @@ class Counts(nn.Module):
 
 
 @modes
-def test_extra_state_goes_to_the_module_that_is_there_now_also_if_it_has_the_tensors_of_another(mode: Mode) -> None:
+def test_extra_state_goes_to_the_current_module_even_if_it_has_the_tensors_of_another(mode: Mode) -> None:
     first, second = (Counts(nn.Parameter(torch.zeros(2)), 0) for _ in range(2))
     second.weight = first.weight
     model = nn.Sequential(first)
@@ -118,7 +118,7 @@ def _second_is_transposed() -> nn.Sequential:
     return source
 
 
-def test_parameters_in_the_order_that_was_sent_are_mapped_though_others_are_not() -> None:
+def test_parameters_in_the_sent_order_are_mapped_and_others_are_copied() -> None:
     worker, source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), _second_is_transposed()
     before = [each.weight.data_ptr() for each in worker]
     target = Target(worker, Mode.MAP)
@@ -129,7 +129,7 @@ def test_parameters_in_the_order_that_was_sent_are_mapped_though_others_are_not(
     assert [each.weight.data_ptr() == address for each, address in zip(worker, before, strict=True)] == [False, True]
 
 
-def test_parameters_that_are_copied_into_since_they_arrive_in_another_order_write_nothing_that_others_see() -> None:
+def test_parameters_sent_in_another_order_are_not_written_into_shared_memory() -> None:
     worker, source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).share_memory(), _second_is_transposed()
     seen = worker[1].weight.detach()
     before = seen.tolist()
@@ -142,7 +142,7 @@ def test_parameters_that_are_copied_into_since_they_arrive_in_another_order_writ
     assert seen.tolist() == before
 
 
-def test_a_tensor_that_has_come_to_the_slot_since_leaves_it_too_and_the_next_version_is_mapped_again() -> None:
+def test_leave_moves_a_replaced_parameter_out_of_the_slot_and_the_next_version_is_mapped() -> None:
     worker = nn.Linear(8, 8)
     target = Target(worker, Mode.MAP)
     target.swap(target.stage(*packed(nn.Linear(8, 8))))
@@ -159,7 +159,7 @@ def test_a_tensor_that_has_come_to_the_slot_since_leaves_it_too_and_the_next_ver
 
 
 @pytest.mark.parametrize("moves", ["float32", "float64"])
-def test_what_torch_has_moved_to_shared_memory_keeps_no_other_parameter_in_the_slot(moves: str) -> None:
+def test_leave_moves_a_parameter_out_of_the_slot_after_share_memory_moved_another(moves: str) -> None:
     def made() -> nn.ModuleDict:
         return nn.ModuleDict({"float32": nn.Linear(8, 8), "float64": nn.Linear(8, 8).double()})
 
@@ -202,7 +202,7 @@ def reshaped(model: nn.Linear) -> None:
 
 @modes
 @pytest.mark.parametrize("change", [moved, replaced, transposed], ids=lambda each: each.__name__)
-def test_a_destination_that_has_changed_since_the_last_version_gets_the_next_one_whole(
+def test_a_destination_changed_after_staging_gets_the_whole_staged_version(
     mode: Mode, change: Callable[[nn.Linear], None]
 ) -> None:
     worker = nn.Linear(4, 4)
@@ -219,7 +219,7 @@ def test_a_destination_that_has_changed_since_the_last_version_gets_the_next_one
 
 @modes
 @pytest.mark.parametrize("change", [tied, cast, reshaped], ids=lambda each: each.__name__)
-def test_a_destination_that_a_staged_version_no_longer_fits_refuses_it(
+def test_a_staged_version_that_no_longer_fits_its_changed_destination_is_refused(
     mode: Mode, change: Callable[[nn.Linear], None]
 ) -> None:
     layout, payload, extras = packed(nn.Linear(4, 4))
@@ -295,7 +295,7 @@ def test_strided_destinations_keep_their_strides(mode: Mode) -> None:
     assert not base[:, 1::2].any()
 
 
-def test_mapped_parameters_are_the_payload_and_buffers_are_not() -> None:
+def test_mapped_parameters_view_the_payload_and_buffers_do_not() -> None:
     source, worker = trained(1), trained(2)
     layout, payload, extras = packed(source)
     target = Target(worker, Mode.MAP)
@@ -311,7 +311,7 @@ def test_mapped_parameters_are_the_payload_and_buffers_are_not() -> None:
     assert worker.body[1].num_batches_tracked == source.body[1].num_batches_tracked + 1
 
 
-def test_a_payload_that_cannot_be_mapped_is_copied_and_the_one_before_is_left_alone() -> None:
+def test_a_payload_that_cannot_be_mapped_is_copied_and_the_previous_one_is_unchanged() -> None:
     worker = nn.Linear(3, 3)
     target = Target(worker, Mode.MAP)
     layout, first, _ = packed(nn.Linear(3, 3))
@@ -330,7 +330,7 @@ def test_a_payload_that_cannot_be_mapped_is_copied_and_the_one_before_is_left_al
 
 
 @pytest.mark.parametrize("arrived", [bytes, bytearray], ids=["read-only", "aligned by chance"])
-def test_copies_of_payloads_share_two_memories_and_none_is_written_while_anything_views_it(
+def test_copies_of_payloads_alternate_between_two_buffers_and_skip_one_that_is_viewed(
     arrived: Callable[[memoryview], bytes | bytearray],
 ) -> None:
     worker = nn.Linear(3, 3)
@@ -363,7 +363,7 @@ def test_a_mapped_payload_lives_as_long_as_it_is_served() -> None:
         assert worker.weight.unique().tolist() == [value]
 
 
-def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go() -> None:
+def test_views_of_reused_slots_are_kept_and_of_a_slot_used_once_released() -> None:
     worker = nn.Linear(3, 3)
     target = Target(worker, Mode.MAP)
     layout = target.layout
@@ -386,7 +386,7 @@ def test_slots_that_come_round_again_are_mapped_again_and_single_payloads_let_go
     slots[0].close()
 
 
-def test_g2_a_slot_that_comes_round_with_another_layout_is_read_by_that() -> None:
+def test_g2_a_slot_reused_with_another_layout_is_read_by_that_layout() -> None:
     worker = nn.Linear(3, 3)
     target = Target(worker, Mode.MAP)
     slot = mmap.mmap(-1, target.layout.nbytes)
@@ -400,11 +400,11 @@ def test_g2_a_slot_that_comes_round_with_another_layout_is_read_by_that() -> Non
         assert torch.equal(worker.weight, source["weight"])
 
 
-class Plain(nn.Parameter):
+class SubclassedParameter(nn.Parameter):
     """A parameter of a subclass, which is never mapped."""
 
 
-class Waited:
+class ReadyDevice:
     """A device that never has to be waited for."""
 
     def finish(self) -> None: ...
@@ -417,7 +417,7 @@ def transposed(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
 
 
 def of_a_subclass(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
-    model.weight = Plain(model.weight.data)
+    model.weight = SubclassedParameter(model.weight.data)
 
 
 def made_a_buffer(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
@@ -425,12 +425,12 @@ def made_a_buffer(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
 
 
 def partly_on_a_device(model: nn.Linear, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(target_module, "devices_of", lambda tensors: (Waited(),))
+    patch.setattr(target_module, "devices_of", lambda tensors: (ReadyDevice(),))
     model.bias = nn.Parameter(model.bias.data.clone())
 
 
 @pytest.mark.parametrize("change", [transposed, of_a_subclass, made_a_buffer, partly_on_a_device])
-def test_g3_what_can_no_longer_be_mapped_is_copied_into_memory_of_its_own_and_never_into_a_slot(
+def test_g3_parameters_that_can_no_longer_be_mapped_are_copied_and_no_slot_is_written(
     change: Callable[[nn.Linear, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = nn.Linear(3, 3)
@@ -456,7 +456,7 @@ def test_g3_a_swap_writes_nothing_into_memory_that_other_processes_share(
     several_places: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if several_places:
-        monkeypatch.setattr(target_module, "devices_of", lambda tensors: (Waited(),))
+        monkeypatch.setattr(target_module, "devices_of", lambda tensors: (ReadyDevice(),))
     worker = nn.Linear(3, 3).share_memory()
     elsewhere = [parameter.detach() for parameter in worker.parameters()]
     before, source = [bits(tensor) for tensor in elsewhere], nn.Linear(3, 3)
@@ -482,7 +482,7 @@ def test_a_copied_payload_is_free_after_the_swap() -> None:
 
 
 @modes
-def test_a_graph_of_the_old_weights_cannot_be_used_any_more(mode: Mode) -> None:
+def test_backward_through_the_old_weights_raises_after_a_swap(mode: Mode) -> None:
     worker = nn.Linear(2, 2)
     inputs = torch.ones(2, requires_grad=True)
     output = worker(inputs).sum()
@@ -497,7 +497,7 @@ def test_a_graph_of_the_old_weights_cannot_be_used_any_more(mode: Mode) -> None:
 @modes
 @pytest.mark.parametrize("made_in", [True, False])
 @pytest.mark.parametrize("swapped_in", [True, False])
-def test_inference_mode_does_not_matter(mode: Mode, made_in: bool, swapped_in: bool) -> None:
+def test_weights_are_applied_in_and_out_of_inference_mode(mode: Mode, made_in: bool, swapped_in: bool) -> None:
     with torch.inference_mode(made_in):
         worker = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -512,7 +512,7 @@ def test_inference_mode_does_not_matter(mode: Mode, made_in: bool, swapped_in: b
 
 @modes
 @pytest.mark.parametrize("in_a_thread", [True, False])
-def test_a_forward_in_a_block_of_autocast_computes_with_the_version_that_went_live_in_it(
+def test_a_forward_under_autocast_uses_the_version_swapped_in_during_the_same_block(
     mode: Mode, in_a_thread: bool
 ) -> None:
     worker = nn.Linear(2, 1)
@@ -534,7 +534,7 @@ def test_a_forward_in_a_block_of_autocast_computes_with_the_version_that_went_li
 
 
 @modes
-def test_weights_by_hand_may_alias_the_destination(mode: Mode) -> None:
+def test_weights_applied_by_hand_may_alias_the_destination(mode: Mode) -> None:
     destination = {"a": torch.ones(2), "b": torch.zeros(2)}
 
     Target(destination, mode).apply({"a": destination["b"], "b": destination["a"]})
@@ -542,7 +542,7 @@ def test_weights_by_hand_may_alias_the_destination(mode: Mode) -> None:
     assert (destination["a"].tolist(), destination["b"].tolist()) == ([0, 0], [1, 1])
 
 
-def test_a_copied_worker_is_not_disturbed_by_the_next_version() -> None:
+def test_a_deep_copy_of_a_mapped_model_is_not_changed_by_the_next_version() -> None:
     worker = nn.Linear(2, 2)
     target = Target(worker, Mode.MAP)
     target.swap(target.stage(*packed(nn.Linear(2, 2))))
@@ -562,11 +562,11 @@ def test_the_extra_state_of_a_dict_is_replaced() -> None:
     assert destination["n"] == {"_extra_state": {"x": (1, 2)}}
 
 
-def test_a_policy_fits_a_policy() -> None:
+def test_targets_of_two_policies_have_equal_layouts() -> None:
     assert Target(Policy()).layout == Target(trained(1)).layout
 
 
-def test_views_are_kept_of_the_slots_that_came_last() -> None:
+def test_views_of_only_the_latest_slots_are_kept() -> None:
     worker = nn.Linear(250, 250)
     target = Target(worker, Mode.MAP)
     layout = target.layout
@@ -579,7 +579,7 @@ def test_views_are_kept_of_the_slots_that_came_last() -> None:
         slots[4].close()
 
 
-def test_nothing_is_looked_up_again_where_payloads_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternating_slots_are_swapped_without_choosing_what_to_copy_again(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = nn.Linear(250, 250)
     target = Target(worker, Mode.MAP)
     slots = [memoryview(mmap.mmap(-1, target.layout.nbytes)) for _ in range(2)]
@@ -608,7 +608,7 @@ def test_nothing_is_looked_up_again_where_payloads_alternate(monkeypatch: pytest
     ]
 
 
-def test_what_is_mapped_is_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_parameters_are_not_copied_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = nn.BatchNorm1d(3)
     target, copied = Target(worker, Mode.MAP), []
     staged = target.stage(*packed(nn.BatchNorm1d(3)))

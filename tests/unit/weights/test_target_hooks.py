@@ -47,7 +47,7 @@ def _update(state: object) -> nn.Sequential:
 
 
 @modes
-def test_a_hook_that_raises_is_undone(mode: Mode) -> None:
+def test_a_swap_is_undone_if_a_hook_raises(mode: Mode) -> None:
     worker = _sequence(Fragile(), torch.zeros(2))
     target, before = Target(worker, mode), snapshot(worker)
 
@@ -60,7 +60,7 @@ def test_a_hook_that_raises_is_undone(mode: Mode) -> None:
 
 
 @modes
-def test_a_hook_that_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
+def test_a_hook_whose_change_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
     target = Target(_sequence(Fragile(stubborn=True), torch.zeros(2)), mode)
 
     with pytest.raises(SwapBroken, match="'1' could not be restored") as caught:
@@ -69,7 +69,7 @@ def test_a_hook_that_cannot_be_undone_breaks_the_swap(mode: Mode) -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-class Leaving(Counted):
+class Exiting(Counted):
     """A module whose hook ends the program halfway, whatever the state is."""
 
     def set_extra_state(self, state: object) -> None:
@@ -77,8 +77,8 @@ class Leaving(Counted):
         raise SystemExit(3)
 
 
-def test_a_hook_that_ends_the_program_half_way_breaks_the_swap() -> None:
-    target, source = Target(nn.Sequential(Leaving())), nn.Sequential(Counted())
+def test_a_hook_that_raises_system_exit_halfway_breaks_the_swap() -> None:
+    target, source = Target(nn.Sequential(Exiting())), nn.Sequential(Counted())
     source[0].state = "new"
 
     with pytest.raises(SwapBroken, match="'0' could not be restored") as caught:
@@ -87,7 +87,7 @@ def test_a_hook_that_ends_the_program_half_way_breaks_the_swap() -> None:
     assert isinstance(caught.value.__cause__, SystemExit)
 
 
-class Deaf(Counted):
+class AlwaysRaising(Counted):
     """A module that refuses every state, and never changes."""
 
     def set_extra_state(self, state: object) -> None:
@@ -95,8 +95,8 @@ class Deaf(Counted):
 
 
 @modes
-def test_a_hook_that_refuses_without_a_change_needs_no_undoing(mode: Mode) -> None:
-    worker = nn.Sequential(Counted(), Deaf())
+def test_a_hook_that_raises_without_a_change_leaves_the_old_weights(mode: Mode) -> None:
+    worker = nn.Sequential(Counted(), AlwaysRaising())
     source = nn.Sequential(Counted(), Counted())
     source[0].state = source[1].state = "new"
     target, before = Target(worker, mode), snapshot(worker)
@@ -107,7 +107,7 @@ def test_a_hook_that_refuses_without_a_change_needs_no_undoing(mode: Mode) -> No
     assert snapshot(worker) == before
 
 
-class Meddler(Counted):
+class ParameterReplacing(Counted):
     """A module that replaces its own parameter when its state is set."""
 
     def __init__(self, size: int = 2) -> None:
@@ -121,11 +121,11 @@ class Meddler(Counted):
 
 
 @modes
-def test_a_hook_that_replaces_a_parameter_is_noticed(mode: Mode) -> None:
-    source = Meddler()
+def test_a_parameter_replaced_by_a_hook_gets_the_weights_only_if_they_fit(mode: Mode) -> None:
+    source = ParameterReplacing()
     source.state = "new"
     source.weight.data += 1
-    fits, grows = Meddler(), Meddler(3)
+    fits, grows = ParameterReplacing(), ParameterReplacing(3)
 
     target = Target(fits, mode)
     target.swap(target.stage(*packed(source)))
@@ -154,7 +154,7 @@ def test_parameters_are_mapped_back_if_mapping_fails(monkeypatch: pytest.MonkeyP
     assert [parameter.data_ptr() for parameter in worker.parameters()] == memory
 
 
-def test_weights_that_a_functional_call_applies_by_hand_go_into_its_tensors() -> None:
+def test_weights_that_a_functional_call_applies_go_into_the_substituted_tensors() -> None:
     model = nn.Linear(2, 2, bias=False)
     before, given = model.weight.tolist(), torch.zeros(2, 2)
     target, update = Target(model), packed({"weight": torch.ones(2, 2)})
@@ -202,7 +202,7 @@ def _odd(fill: float) -> nn.Module:
 
 @modes
 @pytest.mark.parametrize("kind", [RefusingFunctions, RefusingOperators])
-def test_a_mode_of_torch_that_raises_leaves_the_old_weights_or_the_new_ones(kind: Any, mode: Mode) -> None:
+def test_a_torch_mode_that_raises_leaves_all_old_or_all_new_weights(kind: Any, mode: Mode) -> None:
     new = snapshot(_odd(1.0))
     for calls in range(1000):
         worker = _odd(0.0)

@@ -51,7 +51,7 @@ def _without_extra(source: dict) -> dict:
         (_without_extra, "missing 'counted._extra_state'"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(mode: Mode, change, message: str) -> None:
+def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(mode: Mode, change, message: str) -> None:
     worker = trained(1)
     target = Target(worker, mode)
     target.swap(target.stage(*packed(trained(3))))
@@ -67,7 +67,7 @@ def test_what_does_not_fit_changes_nothing(mode: Mode, change, message: str) -> 
 
 
 @modes
-def test_payloads_and_extras_that_belie_their_layout_are_refused(mode: Mode) -> None:
+def test_payloads_and_extra_state_that_contradict_their_layout_are_refused(mode: Mode) -> None:
     worker = trained(1)
     before = snapshot(worker)
     target = Target(worker, mode)
@@ -88,7 +88,7 @@ SERVED = TARGET.digest()
 
 
 @given(st.binary(max_size=40))
-def test_arbitrary_extras_change_nothing(extras: bytes) -> None:
+def test_arbitrary_bytes_as_extra_state_are_refused_and_change_nothing(extras: bytes) -> None:
     with pytest.raises(ProtocolError):
         TARGET.stage(*UPDATE, extras)
 
@@ -127,7 +127,7 @@ def test_a_parameter_replaced_after_staging_gets_the_weights(mode: Mode, replace
 
 @modes
 @pytest.mark.parametrize("values", [torch.ones(2, 2, device="meta"), torch.ones(2, 2).to_sparse()])
-def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, values: Tensor) -> None:
+def test_a_parameter_replaced_by_a_meta_or_sparse_one_is_refused(mode: Mode, values: Tensor) -> None:
     worker = nn.Linear(2, 2)
     target = Target(worker, mode)
     update = packed(nn.Linear(2, 2))
@@ -140,7 +140,7 @@ def test_a_parameter_replaced_by_one_without_memory_is_noticed(mode: Mode, value
 
 @modes
 @pytest.mark.parametrize("shape", [(3, 2), (2, 2)])
-def test_looking_at_the_layout_between_the_phases_does_not_matter(mode: Mode, shape: tuple[int, int]) -> None:
+def test_reading_the_layout_between_stage_and_swap_has_no_effect(mode: Mode, shape: tuple[int, int]) -> None:
     source, worker = nn.Linear(2, 2), nn.Linear(2, 2)
     target = Target(worker, mode)
     staged = target.stage(*packed(source))
@@ -156,7 +156,7 @@ def test_looking_at_the_layout_between_the_phases_does_not_matter(mode: Mode, sh
 
 
 @modes
-def test_staged_updates_may_be_swapped_in_any_order_and_again(mode: Mode) -> None:
+def test_staged_updates_may_be_swapped_in_any_order_and_repeatedly(mode: Mode) -> None:
     worker, sources = nn.Linear(2, 2), [nn.Linear(2, 2), nn.Linear(2, 2)]
     target = Target(worker, mode)
     staged = [target.stage(*packed(source)) for source in sources]
@@ -191,7 +191,7 @@ def _expanded(model: nn.Module) -> None:
 
 @modes
 @pytest.mark.parametrize("change", [_tied, _expanded])
-def test_what_was_refused_for_the_memory_of_the_destination_fits_once_that_is_mended(
+def test_an_update_refused_for_tied_or_expanded_parameters_applies_once_they_are_restored(
     mode: Mode, change: Callable[[nn.Module], None]
 ) -> None:
     worker = nn.Module()
@@ -209,7 +209,7 @@ def test_what_was_refused_for_the_memory_of_the_destination_fits_once_that_is_me
     assert (worker.a.tolist(), worker.b.tolist()) == ([1, 1, 1], [2, 2, 2])
 
 
-class Acting(nn.Module):
+class CallsInForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
@@ -225,7 +225,7 @@ def test_a_destination_that_was_refused_is_not_read_again_in_a_functional_call(m
         with pytest.raises(FunctionalCallError, match="'a'"):
             target.stage(*update)
 
-    worker = Acting()
+    worker = CallsInForward()
     target, update = Target(worker, mode), packed({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
     _tied(worker)
     with pytest.raises(LayoutError, match="'b'"):
@@ -237,13 +237,13 @@ def test_a_destination_that_was_refused_is_not_read_again_in_a_functional_call(m
 
 @modes
 @pytest.mark.parametrize("turned", [True, False], ids=["another order", "the known order"])
-def test_in_a_functional_call_a_version_waits_in_whatever_order_its_elements_lie(mode: Mode, turned: bool) -> None:
+def test_a_swap_in_a_functional_call_is_refused_and_the_version_applies_afterwards(mode: Mode, turned: bool) -> None:
     def apply() -> None:
         staged = target.stage(*update)
         with pytest.raises(FunctionalCallError, match="'a'"):
             target.swap(staged)
 
-    worker, plain = Acting(), {"a": torch.zeros(2, 3), "b": torch.zeros(3)}
+    worker, plain = CallsInForward(), {"a": torch.zeros(2, 3), "b": torch.zeros(3)}
     worker.a = nn.Parameter(torch.zeros(2, 3))
     target = Target(worker, mode)
     target.refuses_functional_calls = True
@@ -259,7 +259,7 @@ def test_in_a_functional_call_a_version_waits_in_whatever_order_its_elements_lie
 
 @modes
 def test_a_parameter_that_became_a_buffer_of_another_dtype_on_both_sides_gets_the_next_version(mode: Mode) -> None:
-    worker = Acting()
+    worker = CallsInForward()
     target = Target(worker, mode)
     target.refuses_functional_calls = True
     del worker.a
@@ -279,7 +279,7 @@ def test_a_parameter_that_became_a_buffer_of_the_same_dtype_gets_the_next_versio
             {f"{owner}{name}": torch.full((3,), fill) for owner in owners for name, fill in (("a", a), ("b", b))}
         )
 
-    changed = Acting()
+    changed = CallsInForward()
     target = Target(nn.ModuleList([changed] * modules) if modules else changed, mode)
     target.refuses_functional_calls = True
     target.swap(target.stage(*update(1.0, 1.0)))
@@ -304,14 +304,14 @@ def test_a_parameter_in_a_dict_that_became_a_plain_tensor_gets_the_next_version(
 
 
 @modes
-def test_an_expanded_tensor_is_named_as_such(mode: Mode) -> None:
+def test_the_error_names_an_expanded_tensor(mode: Mode) -> None:
     with pytest.raises(LayoutError) as caught:
         Target({"wide": torch.zeros(1).expand(3)}, mode).stage(*packed({"wide": torch.ones(3)}))
 
     assert caught.value.mismatched == {"wide": "expanded"}
 
 
-def test_extra_state_that_belies_its_layout_is_named() -> None:
+def test_the_error_names_extra_state_that_contradicts_its_layout() -> None:
     layout, payload, _ = packed(trained(2))
 
     with pytest.raises(ProtocolError, match=r"Extra state arrived for \['other'\], but the layout lists \['counted'\]"):
@@ -350,7 +350,7 @@ def test_a_destination_that_has_not_changed_keeps_its_plan() -> None:
 
 
 @modes
-def test_a_module_that_takes_anothers_place_gets_its_extra_state(mode: Mode) -> None:
+def test_a_module_that_replaces_another_gets_its_extra_state(mode: Mode) -> None:
     worker, source = (nn.Sequential(Counted(), nn.Linear(2, 2)) for _ in range(2))
     source[0].state = "new"
     target = Target(worker, mode)
@@ -362,7 +362,7 @@ def test_a_module_that_takes_anothers_place_gets_its_extra_state(mode: Mode) -> 
 
 
 @modes
-def test_extra_state_that_comes_later_belongs_to_the_layout(mode: Mode) -> None:
+def test_extra_state_added_after_the_target_was_made_is_in_the_layout(mode: Mode) -> None:
     worker = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
     target = Target(worker, mode)
     worker[0] = Counted()

@@ -38,7 +38,7 @@ def test_tensors_that_overlap_are_written_if_their_values_agree(mode: Mode) -> N
 
 
 @modes
-def test_transposed_and_folded_ties_are_understood(mode: Mode) -> None:
+def test_transposed_and_unfolded_views_are_written_if_their_values_agree(mode: Mode) -> None:
     module = nn.Module()
     module.w = nn.Parameter(torch.zeros(2, 3))
     module.t = nn.Parameter(module.w.detach().t())
@@ -59,7 +59,7 @@ def test_transposed_and_folded_ties_are_understood(mode: Mode) -> None:
 
 
 @modes
-def test_parameters_that_share_memory_without_being_one_stay_tied(mode: Mode) -> None:
+def test_distinct_parameters_that_share_memory_stay_tied(mode: Mode) -> None:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(3))
     module.b = nn.Parameter(module.a.detach())
@@ -73,7 +73,7 @@ def test_parameters_that_share_memory_without_being_one_stay_tied(mode: Mode) ->
 
 
 @modes
-def test_a_tie_of_a_parameter_and_a_buffer_is_copied(mode: Mode) -> None:
+def test_a_parameter_tied_to_a_buffer_is_written_in_place(mode: Mode) -> None:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(3))
     module.register_buffer("b", module.a.detach())
@@ -87,7 +87,7 @@ def test_a_tie_of_a_parameter_and_a_buffer_is_copied(mode: Mode) -> None:
 
 
 @modes
-def test_nan_agrees_with_itself_and_zero_not_with_minus_zero(mode: Mode) -> None:
+def test_tied_nans_agree_but_zero_and_minus_zero_do_not(mode: Mode) -> None:
     tied = nn.Module()
     tied.a = tied.b = nn.Parameter(torch.zeros(2))
     target = Target(tied, mode)
@@ -98,7 +98,7 @@ def test_nan_agrees_with_itself_and_zero_not_with_minus_zero(mode: Mode) -> None
 
 
 @modes
-def test_memory_that_comes_to_be_shared_later_is_noticed(mode: Mode) -> None:
+def test_different_values_for_parameters_that_were_tied_later_are_refused(mode: Mode) -> None:
     module = nn.Module()
     module.a, module.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     update = packed({"a": torch.zeros(3), "b": torch.ones(3)})
@@ -124,7 +124,7 @@ def test_extra_state_of_a_module_with_two_names_must_agree(mode: Mode) -> None:
     assert shared.state == 1
 
 
-def test_neighbours_in_one_memory_are_mapped() -> None:
+def test_adjacent_parameters_of_one_storage_are_mapped() -> None:
     memory = torch.zeros(6)
     module = nn.Module()
     module.a, module.b = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
@@ -138,7 +138,7 @@ def test_neighbours_in_one_memory_are_mapped() -> None:
 
 @modes
 @pytest.mark.parametrize(("twin", "how"), [("tail", "share memory"), ("again", "are tied")])
-def test_a_refused_disagreement_names_each_tensor_and_why(mode: Mode, twin: str, how: str) -> None:
+def test_the_error_for_disagreeing_values_names_each_tensor_and_the_reason(mode: Mode, twin: str, how: str) -> None:
     base = torch.zeros(6)
     tensors = {"tail": base[4:], "again": base.view(6)}
     values = {"tail": torch.ones(2), "again": torch.ones(6)}
@@ -150,31 +150,31 @@ def test_a_refused_disagreement_names_each_tensor_and_why(mode: Mode, twin: str,
     assert caught.value.mismatched == dict.fromkeys((twin, "whole"), f"{how} in the destination, with different values")
 
 
-def _first(destination: object) -> Weights:
+def _read_chosen(destination: object) -> Weights:
     assert isinstance(destination, dict)
     others = {name: tensor for name, tensor in destination.items() if name not in ("chosen", "own")}
     return Weights({"chosen": destination["chosen"], "own": destination["own"]}, {}, others)
 
 
 @modes
-def test_memory_shared_with_what_was_not_chosen_is_refused_by_name(mode: Mode) -> None:
+def test_a_selected_tensor_that_shares_memory_with_an_unselected_one_is_refused_by_name(mode: Mode) -> None:
     base = torch.zeros(3)
     own, apart, sparse = torch.zeros(1), torch.zeros(3), torch.zeros(3).to_sparse()
 
     with pytest.raises(LayoutError, match="'chosen' of the destination shares memory with 'other'") as caught:
-        Target({"chosen": base, "own": own, "sparse": sparse, "apart": apart, "other": base[:1]}, mode, _first)
+        Target({"chosen": base, "own": own, "sparse": sparse, "apart": apart, "other": base[:1]}, mode, _read_chosen)
 
     assert caught.value.missing == ("other",)
     alone = {"chosen": base, "own": own, "sparse": sparse, "apart": apart}
-    assert [entry.name for entry in Target(alone, mode, _first).layout.entries] == ["chosen", "own"]
+    assert [entry.name for entry in Target(alone, mode, _read_chosen).layout.entries] == ["chosen", "own"]
 
 
 @modes
-def test_what_was_not_chosen_may_be_of_any_type_and_is_never_demanded(mode: Mode) -> None:
+def test_unselected_entries_may_have_any_type_and_are_not_in_the_layout(mode: Mode) -> None:
     destination = {"chosen": torch.zeros(3), "own": torch.zeros(1)}
 
     def read(given: object) -> Weights:
-        return _first({name: tensor for name, tensor in given.items() if name != "text"})  # type: ignore[attr-defined]
+        return _read_chosen({name: tensor for name, tensor in given.items() if name != "text"})  # type: ignore[attr-defined]
 
     destination["text"] = "no tensor"  # type: ignore[assignment]
     target = Target(destination, mode, read)
@@ -214,7 +214,7 @@ def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values(
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_values_of_tied_tensors_are_compared_bit_for_bit_where_they_are(
+def test_values_of_tied_tensors_are_compared_bit_for_bit_without_a_copy(
     monkeypatch: pytest.MonkeyPatch, shift: int
 ) -> None:
     monkeypatch.setattr(aliasing, "bits_of", lambda tensor: pytest.fail(f"{tensor} was copied"))
@@ -228,7 +228,7 @@ def test_values_of_tied_tensors_are_compared_bit_for_bit_where_they_are(
         assert not same_bits(patterns.view(torch.bfloat16), changed.view(torch.bfloat16))
 
 
-def test_values_that_memory_does_not_show_are_compared_too() -> None:
+def test_conjugated_and_expanded_tensors_are_compared_by_value() -> None:
     one = torch.tensor([1 + 1j])
 
     assert same_bits(one.conj(), torch.tensor([1 - 1j]))
@@ -236,7 +236,7 @@ def test_values_that_memory_does_not_show_are_compared_too() -> None:
     assert same_bits(one.expand(2), one.repeat(2))
 
 
-def test_memory_that_is_shared_with_the_first_other_tensor_is_found_beside_other_sharing() -> None:
+def test_shared_with_finds_sharing_between_the_lists_and_not_within_one() -> None:
     base = torch.ones(4)
 
     assert shared_with([base, base[:2]], [base[1:]]) == (0, 0)
@@ -244,14 +244,14 @@ def test_memory_that_is_shared_with_the_first_other_tensor_is_found_beside_other
     assert shared_with([base, base[:2]], [torch.ones(4)]) is None
 
 
-def test_memory_is_shared_with_all_that_lies_within_it() -> None:
+def test_a_tensor_shares_memory_with_every_slice_within_it() -> None:
     base = torch.ones(8)
 
     assert shared_with([base, base[1:2]], [base[3:4]]) == (0, 0)
     assert sharing_of([base, base[1:2], torch.ones(8), base[3:4]]).overlaps == ((0, 1, 3),)
 
 
-class Placed:
+class StubTensor:
     """A tensor of four bytes, as far as it matters for what it shares memory with."""
 
     itemsize, shape = 1, (4,)
@@ -270,15 +270,15 @@ class Placed:
         return (1,)
 
 
-def test_tensors_on_different_devices_share_nothing_whatever_their_addresses() -> None:
-    here, there, behind = Placed("cpu", 64), Placed("cuda:0", 64), Placed("cuda:0", 68)
+def test_tensors_on_different_devices_share_no_memory_even_at_equal_addresses() -> None:
+    here, there, behind = StubTensor("cpu", 64), StubTensor("cuda:0", 64), StubTensor("cuda:0", 68)
 
     assert shared_with([here], [there]) is None  # type: ignore[list-item]
-    assert shared_with([Placed("cpu", 128), there], [behind]) is None  # type: ignore[list-item]
-    assert shared_with([here, there], [behind, Placed("cuda:0", 66)]) == (1, 1)  # type: ignore[list-item]
+    assert shared_with([StubTensor("cpu", 128), there], [behind]) is None  # type: ignore[list-item]
+    assert shared_with([here, there], [behind, StubTensor("cuda:0", 66)]) == (1, 1)  # type: ignore[list-item]
 
 
-def test_the_smallest_expanded_tensor_and_one_whose_rows_meet_in_one_place_are_found() -> None:
+def test_the_smallest_expanded_and_self_overlapping_tensors_are_found() -> None:
     assert sharing_of([torch.ones(1).expand(2)]).expanded == (0,)
     assert sharing_of([torch.ones(9).as_strided((2, 3), (4, 2))]).overlaps == ((0,),)
     assert sharing_of([torch.ones(10).as_strided((2, 3), (5, 2))]).overlaps == ()

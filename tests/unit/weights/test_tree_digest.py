@@ -39,7 +39,7 @@ def payload_of(nbytes: int) -> bytearray:
         (1500000, b"extra", "75149f52f09944562a96c14f56391a05"),
     ],
 )
-def test_the_digest_is_that_of_the_protocol(nbytes: int, extras: bytes, golden: str) -> None:
+def test_the_digest_matches_the_definition_in_the_protocol(nbytes: int, extras: bytes, golden: str) -> None:
     payload = payload_of(nbytes)
 
     assert digest(memoryview(payload), extras).hex() == golden == reference(bytes(payload), extras)
@@ -90,7 +90,7 @@ def mixed() -> dict[str, Tensor]:
     return given
 
 
-def test_weights_and_their_digest_are_copied_whole_on_any_number_of_threads(used: int) -> None:
+def test_weights_are_packed_and_hashed_exactly_on_any_number_of_threads(used: int) -> None:
     weights = read_weights(mixed())
     layout = layout_of(weights)
     packed, digested = bytearray(layout.nbytes), bytearray(layout.nbytes)
@@ -107,7 +107,7 @@ def test_weights_and_their_digest_are_copied_whole_on_any_number_of_threads(used
     assert found.hex() == reference(bytes(packed), b"e") == digest_of(weights, layout, b"e").hex()
 
 
-def test_tensors_are_copied_out_whole_on_any_number_of_threads_and_autograd_notices(used: int) -> None:
+def test_scatter_writes_only_chosen_tensors_on_any_number_of_threads_and_bumps_their_versions(used: int) -> None:
     weights = read_weights(mixed())
     layout = layout_of(weights)
     payload = bytearray(layout.nbytes)
@@ -125,7 +125,7 @@ def test_tensors_are_copied_out_whole_on_any_number_of_threads_and_autograd_noti
         assert (tensor._version > versions[index]) == written
 
 
-def test_small_tensors_are_copied_out_as_planned_whether_autograd_counts_their_versions_or_not(used: int) -> None:
+def test_scatter_with_a_plan_writes_small_tensors_with_and_without_version_counters(used: int) -> None:
     weights = read_weights({name: tensor for name, tensor in mixed().items() if "small" in name})
     layout = layout_of(weights)
     payload = bytearray(layout.nbytes)
@@ -145,7 +145,7 @@ def test_small_tensors_are_copied_out_as_planned_whether_autograd_counts_their_v
         assert tensor.is_inference() or (tensor._version > 0) == (index in chosen)
 
 
-def test_the_memory_of_small_tensors_is_kept_from_the_second_copy_out_on() -> None:
+def test_scatter_keeps_the_memory_for_joined_small_tensors_from_the_second_copy_on() -> None:
     source, into = [torch.randn(5), torch.randn(3)], [torch.zeros(5), torch.zeros(3)]
     weights = read_weights({"a": source[0], "b": source[1]})
     layout = layout_of(weights)
@@ -162,7 +162,7 @@ def test_the_memory_of_small_tensors_is_kept_from_the_second_copy_out_on() -> No
     assert kept[1][0] is kept[2][0]
 
 
-def test_the_others_versions_are_counted_where_torch_refuses_a_tensor_without_one(
+def test_scatter_bumps_the_other_versions_if_torch_refuses_inference_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = torch.autograd.graph.increment_version
@@ -187,7 +187,7 @@ def test_the_others_versions_are_counted_where_torch_refuses_a_tensor_without_on
     assert into[1]._version == 1
 
 
-def test_a_graph_over_weights_that_were_copied_over_cannot_be_used_any_more() -> None:
+def test_backward_through_overwritten_weights_raises() -> None:
     model = nn.Linear(256, 256)
     loss = (model(model(torch.ones(256))) ** 2).sum()
     weights = read_weights({"weight": torch.ones(256, 256), "bias": torch.ones(256)})
@@ -203,7 +203,7 @@ def test_a_graph_over_weights_that_were_copied_over_cannot_be_used_any_more() ->
 
 @pytest.mark.parametrize("cut", [128, 100])
 @pytest.mark.parametrize("first", [0, 1])
-def test_only_chunks_that_are_filled_whole_are_hashed_before_the_end(
+def test_a_chunk_is_hashed_only_once_filled_in_either_order_of_its_parts(
     monkeypatch: pytest.MonkeyPatch, cut: int, first: int
 ) -> None:
     monkeypatch.setattr(tree_digest, "CHUNK", 64)
@@ -218,7 +218,7 @@ def test_only_chunks_that_are_filled_whole_are_hashed_before_the_end(
     assert hashes.combined(b"x") == digest(memoryview(expected), b"x")
 
 
-def test_weights_and_their_digest_are_whole_where_tensors_span_chunks_and_parts(
+def test_tensors_that_span_chunks_and_parts_are_packed_and_hashed_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module, name, small in (

@@ -40,7 +40,7 @@ def odd() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("extract_as", ["state_dict", "tensordict"])
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(Counting(3, 2), nn.BatchNorm1d(2)), odd], ids=["module", "odd"])
-def test_what_is_presented_has_the_digest_of_what_was_sent(make, extract_as):
+def test_presented_weights_have_the_digest_of_the_packed_weights(make, extract_as):
     packed = Packer().pack(make())
 
     found = present(packed.layout, packed.buffer.view, packed.extras, WeightStrategy(extract_as))
@@ -51,7 +51,7 @@ def test_what_is_presented_has_the_digest_of_what_was_sent(make, extract_as):
     assert digest_of(read, packed.layout, packed.extras) == packed.digest
 
 
-def test_extra_state_stands_where_the_strategy_puts_it():
+def test_extra_state_is_presented_under_its_name_in_the_state_dict():
     packed = Packer().pack(Counting(3, 2))
 
     found = present(packed.layout, packed.buffer.view, packed.extras, WeightStrategy("state_dict"))
@@ -60,7 +60,7 @@ def test_extra_state_stands_where_the_strategy_puts_it():
     Counting(3, 2).load_state_dict(found)
 
 
-def test_presented_tensors_own_their_memory_each():
+def test_each_presented_tensor_owns_its_memory():
     packed = Packer().pack({"a": torch.ones(4), "b": torch.zeros(100_000)})
 
     found = present(packed.layout, packed.buffer.view, packed.extras, WeightStrategy("state_dict"))
@@ -78,7 +78,7 @@ def test_a_payload_that_is_too_short_is_refused():
 
 
 @pytest.mark.parametrize("extras", [{}, {"": 1, "other": 2}], ids=["none", "surplus"])
-def test_extra_state_that_belies_its_layout_is_not_presented(extras):
+def test_extra_state_that_contradicts_the_layout_is_refused(extras):
     packed = Packer().pack(Counting(3, 2))
 
     with pytest.raises(ProtocolError, match=r"Extra state arrived for \[.*\], but the layout lists \[''\]"):
@@ -94,7 +94,7 @@ def test_extra_state_that_belies_its_layout_is_not_presented(extras):
     ],
     ids=["flat", "nested", "tensordict"],
 )
-def test_weights_are_handed_out_as_what_they_were_given(weights):
+def test_weights_are_presented_in_the_form_in_which_they_were_given(weights):
     packed = Packer().pack(weights)
 
     found = present_as(packed.form, packed.layout, packed.buffer.view, packed.extras)

@@ -25,7 +25,7 @@ from weightsync.weights.reading import layout_of, ordered, read_live, read_weigh
 from weightsync.weights.sharded import is_sharded
 
 
-def test_a_module_is_read_as_its_state_dict_is() -> None:
+def test_a_module_is_read_like_its_state_dict() -> None:
     policy = trained(1)
     found, expected = read_weights(policy), policy.state_dict(keep_vars=True)
 
@@ -41,26 +41,26 @@ def test_a_module_is_read_as_its_state_dict_is() -> None:
     "module",
     [nn.LSTM(2, 3), nn.MultiheadAttention(4, 2), nn.Identity(), nn.ParameterDict({"a": torch.ones(2)}), Counted()],
 )
-def test_other_modules_are_read_as_their_state_dicts_are(module: nn.Module) -> None:
+def test_modules_of_other_kinds_are_read_like_their_state_dicts(module: nn.Module) -> None:
     expected = {name for name in module.state_dict() if name != "_extra_state"}
 
     assert read_weights(module).tensors.keys() == expected
 
 
-class Elsewhere(nn.Linear):
+class BuffersAsProperty(nn.Linear):
     """A module whose class defines where its buffers are."""
 
     _buffers = property(lambda self: {"scale": self.scale}, lambda *_: None)  # type: ignore[assignment]
     scale = torch.ones(3)
 
 
-def test_a_module_whose_class_gives_an_attribute_of_its_own_is_read_like_any_other() -> None:
-    model = nn.Sequential(Elsewhere(2, 3), nn.Linear(3, 1))
+def test_a_module_whose_class_defines_buffers_as_a_property_is_read_like_its_state_dict() -> None:
+    model = nn.Sequential(BuffersAsProperty(2, 3), nn.Linear(3, 1))
 
     assert read_weights(model).tensors.keys() == model.state_dict().keys() >= {"0.scale"}
 
 
-def test_what_becomes_of_a_class_or_a_module_after_it_was_read_is_noticed() -> None:
+def test_changes_to_a_class_or_a_module_after_it_was_read_are_noticed() -> None:
     class Late(nn.Linear):
         pass
 
@@ -108,7 +108,7 @@ def test_all_formats_of_one_model_give_one_layout() -> None:
     assert layout_of(read_weights(TensorDict(nested))) == layout
 
 
-def test_a_tensordict_below_a_dict_is_read() -> None:
+def test_a_tensordict_inside_a_dict_is_read() -> None:
     assert read_weights({"a": TensorDict({"b": torch.ones(2)})}).tensors.keys() == {"a.b"}
 
 
@@ -128,14 +128,14 @@ def test_a_tensordict_below_a_dict_is_read() -> None:
         ("policy", "builtins.str"),
     ],
 )
-def test_what_is_not_weights_is_refused_by_name(source: object, message: str) -> None:
+def test_sources_that_are_not_weights_are_refused_with_their_name_or_type(source: object, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_weights(source)
 
     assert message in str(caught.value)
 
 
-def test_a_stack_made_at_each_access_is_refused() -> None:
+def test_a_lazy_stack_that_creates_tensors_on_each_access_is_refused() -> None:
     stack = LazyStackedTensorDict(TensorDict({"a": torch.ones(2)}), TensorDict({"a": torch.ones(2)}), stack_dim=0)
 
     with pytest.raises(ConfigurationError, match="creates new tensors on each access"):
@@ -178,7 +178,7 @@ def test_adapters_are_merged_on_a_copy() -> None:
     assert read_weights(nn.Sequential(lora)).tensors.keys() == {"0.base.weight", "0.delta"}
 
 
-def test_adapters_of_a_model_that_cannot_be_copied_are_refused_with_what_to_do() -> None:
+def test_adapters_of_a_model_that_cannot_be_copied_are_refused_with_advice() -> None:
     lora = Lora()
     lora.tied = lora.delta.T  # as peft ties an adapter of the embeddings: torch cannot copy the result of a computation
 
@@ -229,7 +229,7 @@ def test_tensors_without_bytes_of_their_own_are_refused_by_name(make, message: s
 
 
 @given(sampled_dicts)
-def test_a_layout_that_fits_is_found_again(found: dict[str, tuple[Tensor, bytes]]) -> None:
+def test_a_known_layout_that_fits_is_reused(found: dict[str, tuple[Tensor, bytes]]) -> None:
     weights = read_weights({name: tensor for name, (tensor, _) in found.items()})
     layout = layout_of(weights)
 
@@ -239,7 +239,7 @@ def test_a_layout_that_fits_is_found_again(found: dict[str, tuple[Tensor, bytes]
         assert tensor is weights.tensors[entry.name]
 
 
-def test_a_tensor_that_wraps_others_is_refused_though_a_known_layout_fits() -> None:
+def test_a_tensor_that_wraps_others_is_refused_even_if_a_known_layout_fits() -> None:
     known = layout_of(read_weights({"a": torch.ones(2)}))
     weights = read_weights({"a": TwoTensor(torch.ones(2), torch.ones(2))})
 
@@ -257,18 +257,18 @@ def test_a_tensor_that_wraps_others_is_refused_though_a_known_layout_fits() -> N
         {"a": torch.ones(2), "b": torch.ones(2, 2), "_extra_state": 1},
     ],
 )
-def test_a_layout_that_no_longer_fits_is_not_taken(other: dict[str, object]) -> None:
+def test_a_known_layout_that_no_longer_fits_is_not_reused(other: dict[str, object]) -> None:
     known = layout_of(read_weights({"a": torch.ones(2), "b": torch.ones(2, 2)}))
     weights = read_weights(collections.OrderedDict(other))
 
     assert layout_of(weights, known) != known
 
 
-def test_two_policies_have_one_layout() -> None:
+def test_two_policies_of_one_class_have_equal_layouts() -> None:
     assert layout_of(read_weights(Policy())) == layout_of(read_weights(trained(3)))
 
 
-def test_a_class_of_the_users_that_was_read_ends_with_its_last_module() -> None:
+def test_reading_a_module_does_not_keep_its_class_alive() -> None:
     """Such a class is made anew by each run of a notebook's cell, or by each trial of a search."""
     data, asked = torch.ones(3), PerClass(lambda kind: issubclass(kind, nn.Linear))
 
@@ -291,7 +291,7 @@ def test_a_class_of_the_users_that_was_read_ends_with_its_last_module() -> None:
     assert not asked._ends
 
 
-def test_classes_that_cannot_be_compared_are_asked_about_once() -> None:
+def test_per_class_answers_are_computed_once_for_classes_that_cannot_be_compared() -> None:
     class Incomparable(type):
         __hash__ = type.__hash__
 
