@@ -209,7 +209,7 @@ OWN = {
 }
 #: Tests that are never used. This one leaves its process a few descriptors. How many an initialisation needs depends on
 #: what earlier tests in the same child have imported and opened, so the test also fails with the shipped code.
-NEVER = ("test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed",)
+NEVER = ("test_initialising_a_scheme_without_free_descriptors_raises_weightsync_error",)
 #: Most seconds of processor time that a test may take to be used (of wall-clock time, four times as many), and seconds
 #: after which a test counts as hanging.
 LONGEST, HANGS = 0.6, 20

@@ -32,16 +32,18 @@ from weightsync.transports.calls.server import CallServer
 from weightsync.transports.pipe.link import PipeLink
 
 ONE_MODEL = "each link here carries one model, and nothing of it is shared"
-ANSWERS_GO_HOME = (
-    "a worker's words go home with the sender's calls: one that is gone, and whose process lives, is noticed at the "
+ANSWERS_RETURN_WITH_CALLS = (
+    "a worker's messages return with the sender's calls: one that is gone, and whose process lives, is noticed at the "
     "next call"
 )
-WORDLESS = "a sender that says no goodbye is noticed by the end of its process alone, and here both ends are in one"
+NO_GOODBYE = (
+    "without a goodbye, a sender's end is noticed only by the end of its process, and here both ends are in one"
+)
 #: Seconds. Only a failing check takes this long.
 LONG = 900.0
 #: The marks of all tests of Ray, whose processes start slowly and which leaves sockets to the garbage collector.
 RAY = (pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning"))
-NO_CABLE = "a call cannot break while both ends are alive"
+CALLS_CANNOT_BREAK = "a call cannot break while both ends are alive"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Apart(Adapter):
+class InChildProcess(Adapter):
     """An adapter with process-wide threads and settings: a child process makes the factory, given a folder."""
 
     def check(self, request: pytest.FixtureRequest, **how: Any) -> Conformance:
@@ -179,16 +181,16 @@ def example(model_id: str) -> Ends:
     return ends
 
 
-class Deaf:
+class DiscardingTransport:
     """A user's transport, as the reference documents it."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Accept the weights and discard them."""
 
 
-def users_own(model_id: str) -> Ends:
+def users_own_transport(model_id: str) -> Ends:
     """The link that `WeightSender` creates over a user's own transport."""
-    return Ends(user_link(Deaf(), "policy", "the worker"), lambda accept: lambda: None)
+    return Ends(user_link(DiscardingTransport(), "policy", "the worker"), lambda accept: lambda: None)
 
 
 def wrapped(connect: Factory, delivery: Delivery, seed: int, **faults: float) -> Factory:
@@ -220,17 +222,23 @@ def wrapped(connect: Factory, delivery: Delivery, seed: int, **faults: float) ->
 
 
 CALLS = {
-    "a receiver that is gone": ANSWERS_GO_HOME,
-    "an idle worker says bye": ANSWERS_GO_HOME,
-    "the sender's last words": WORDLESS,
-    "an update that is cut off": WORDLESS,
-    "the sender is lost": WORDLESS,
-    "a cut": NO_CABLE,
-    "a cut with an update outstanding": NO_CABLE,
+    "a receiver that is gone": ANSWERS_RETURN_WITH_CALLS,
+    "an idle worker says bye": ANSWERS_RETURN_WITH_CALLS,
+    "the sender's last words": NO_GOODBYE,
+    "an update that is cut off": NO_GOODBYE,
+    "the sender is lost": NO_GOODBYE,
+    "a cut": CALLS_CANNOT_BREAK,
+    "a cut with an update outstanding": CALLS_CANNOT_BREAK,
     "several models": ONE_MODEL,
 }
-STORE = {"several models": ONE_MODEL, "a cut": NO_CABLE, "a cut with an update outstanding": NO_CABLE}
-ENDLESS = "a queue has no end: that its other side was given up is noticed by a goodbye, or by the end of a process"
+STORE = {
+    "several models": ONE_MODEL,
+    "a cut": CALLS_CANNOT_BREAK,
+    "a cut with an update outstanding": CALLS_CANNOT_BREAK,
+}
+QUEUES_HAVE_NO_END = (
+    "a queue has no end: that its other side was given up is noticed by a goodbye, or by the end of a process"
+)
 QUEUES = dict.fromkeys(
     (
         "the sender's last words",
@@ -242,10 +250,10 @@ QUEUES = dict.fromkeys(
         "a cut",
         "a cut with an update outstanding",
     ),
-    ENDLESS,
+    QUEUES_HAVE_NO_END,
 )
-HELD = "a goodbye that is held back goes with its link, and a queue has no end"
-LATE = "a handshake that is held back until its link closes is a call that may come after the next link's"
+HELD_GOODBYE = "a goodbye that is held back is lost with its link, and a queue has no end"
+LATE_HANDSHAKE = "a handshake that is held back until its link closes is a call that may come after the next link's"
 WEIGHTS_ONLY = "a user's own transport takes weights, not messages: no link of ours is at its other end"
 
 #: The faults of `FaultyTransport` under each delivery.
@@ -284,20 +292,26 @@ ADAPTERS = [
     Adapter("calls in this process", call_server(DirectCallClient), CALLS),
     Adapter("calls in threads", call_server(ThreadedCallClient), CALLS),
     Adapter("blocking calls", call_server(ThreadedCallClient, BlockingLink), CALLS),
-    Adapter("a user's own transport", users_own, dict.fromkeys(SCENARIOS, WEIGHTS_ONLY)),
+    Adapter("a user's own transport", users_own_transport, dict.fromkeys(SCENARIOS, WEIGHTS_ONLY)),
     Adapter("the example of the docs", example, {"several models": ONE_MODEL}),
-    Apart("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
-    Apart("distributed", store_factory, STORE, (pytest.mark.gloo,)),
-    Apart("distributed, fan-out", partial(store_factory, fanout=1), STORE, (pytest.mark.gloo,)),
+    InChildProcess("RPC", rpc_factory, CALLS, (pytest.mark.rpc,)),
+    InChildProcess("distributed", store_factory, STORE, (pytest.mark.gloo,)),
+    InChildProcess("distributed, fan-out", partial(store_factory, fanout=1), STORE, (pytest.mark.gloo,)),
     OnRay("Ray", ray_factory, CALLS, RAY),
     *faulty("pipe inline", pipe(Payloads.INLINE), {}, Delivery),
     *faulty("pipe shared", pipe(Payloads.SHARED), {}, Delivery),
     *faulty(
-        "queue", queues, {**QUEUES, **dict.fromkeys(("a worker says bye", "an idle worker says bye"), HELD)}, Delivery
+        "queue",
+        queues,
+        {**QUEUES, **dict.fromkeys(("a worker says bye", "an idle worker says bye"), HELD_GOODBYE)},
+        Delivery,
     ),
     # A call returns one answer: a duplicate would return with another call.
     *faulty(
-        "calls in threads", call_server(ThreadedCallClient), CALLS | {"the graph of losses": LATE}, (Delivery.ORDERED,)
+        "calls in threads",
+        call_server(ThreadedCallClient),
+        CALLS | {"the graph of losses": LATE_HANDSHAKE},
+        (Delivery.ORDERED,),
     ),
     *faulty("calls in threads", call_server(ThreadedCallClient), CALLS, (Delivery.REORDERED,)),
     *faulty("the example of the docs", example, {}, Delivery),

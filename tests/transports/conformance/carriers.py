@@ -42,7 +42,7 @@ class Carrier(abc.ABC):
         """The digest of the weights that the worker serves."""
 
 
-class Here(Carrier):
+class InProcessCarrier(Carrier):
     """A worker in this process, driven by the thread of the sender."""
 
     def __init__(self, sending: Any, receiving: Any, theirs: Any, make: Callable[[], Any], **given: Any) -> None:
@@ -72,7 +72,7 @@ class Here(Carrier):
 def over_pipes(scheme: Any, make: Callable[[], Any]) -> Iterator[Carrier]:
     ours, theirs = multiprocessing.Pipe()
     with scheme() as sending, scheme() as receiving:
-        yield Here(sending, receiving, {"pipe": theirs}, make, pipes=[ours])
+        yield InProcessCarrier(sending, receiving, {"pipe": theirs}, make, pipes=[ours])
     ours.close()
     theirs.close()
 
@@ -105,7 +105,7 @@ def linked(connect: Callable[[], tuple[Any, Any]]) -> Callable[[Callable[[], Any
     def carry(make: Callable[[], Any]) -> Iterator[Carrier]:
         first, second = connect()
         with LinkScheme() as sending, LinkScheme() as receiving:
-            yield Here(sending, receiving, {"end": second}, make, ends=[first])
+            yield InProcessCarrier(sending, receiving, {"end": second}, make, ends=[first])
 
     return carry
 

@@ -47,9 +47,9 @@ class DirectCallClient(SharesMemory):
         except Exception as error:  # noqa: BLE001 - the answers' error, as after a remote call
             answers.set_exception(error)
             return
-        frames.add_done_callback(lambda done: self._came_home(answers, done))
+        frames.add_done_callback(lambda done: self._returned(answers, done))
 
-    def _came_home(self, answers: Answers, done: Future[Any]) -> None:
+    def _returned(self, answers: Answers, done: Future[Any]) -> None:
         try:
             messages = decoded(self._shared.without_mark(done.result()))
         except Exception as error:  # noqa: BLE001 - the answers' error, as after a remote call

@@ -32,7 +32,7 @@ from weightsync import (
 from weightsync.weights import packing
 
 WORKERS = 2
-EVERYBODY = tuple(range(WORKERS))
+ALL_WORKERS = tuple(range(WORKERS))
 
 
 # ----------------------------------------------------------------------------- functions that run in the trainer
@@ -110,7 +110,7 @@ def begin_mapped(setup: WorkerSetup, model_id: str, devices: list[str]) -> tuple
         types.add(type(weights).__name__)
         return {name: marked(value, worker).to(devices[worker]) for name, value in weights.items()}
 
-    begin(setup, model_id, EVERYBODY, model=model, device_map_fn=place, num_workers=WORKERS)
+    begin(setup, model_id, ALL_WORKERS, model=model, device_map_fn=place, num_workers=WORKERS)
     return workers, types, setup.kept[model_id].strategy_str
 
 
@@ -125,7 +125,7 @@ def push(setup: WorkerSetup, model_id: str) -> tuple[SyncReport, dict[str, Any]]
     return setup.kept[model_id].send(timeout=PATIENCE), snapshot(model)
 
 
-def pose(setup: WorkerSetup) -> None:
+def pack_as_if_on_a_device(setup: WorkerSetup) -> None:
     """Make this process pack all weights as it packs those on a device, in chunks of 48 bytes."""
     setup.kept["posing"] = posing = pytest.MonkeyPatch()
     posing.setattr(packing, "_on_one_device", bool)
@@ -133,7 +133,7 @@ def pose(setup: WorkerSetup) -> None:
     packing._chunks.cache_clear()
 
 
-def drop_the_pose(setup: WorkerSetup) -> None:
+def pack_normally(setup: WorkerSetup) -> None:
     setup.kept.pop("posing").undo()
     packing._chunks.cache_clear()
 
@@ -170,7 +170,7 @@ def take(setup: WorkerSetup, model_id: str) -> bool:
     return bool(setup.kept[model_id].get_receiver().receive(timeout=PATIENCE))
 
 
-def take_in_vain(setup: WorkerSetup, model_id: str) -> str:
+def take_and_return_error(setup: WorkerSetup, model_id: str) -> str:
     """Try to receive a version, and return the error's message."""
     try:
         take(setup, model_id)
@@ -220,7 +220,7 @@ class World(abc.ABC):
 
     def refuse(self, model_id: str) -> list[tuple[str, str]]:
         """Have the trainer send twice to the first worker, which cannot take the weights. Returns the sends' errors."""
-        self.workers[0].tell(take_in_vain, model_id)
+        self.workers[0].tell(take_and_return_error, model_id)
         errors: list[tuple[str, str]] = self.trainer.do(refusals, model_id)
         why = self.workers[0].answer()
         assert "its handshake was refused" in why, why
@@ -268,12 +268,12 @@ class OverPipes(World):
     """Workers reached by pipes, which all models share."""
 
     def __init__(self, context: Any, make: Any) -> None:
-        self.workers = [Worker(context, None) for _ in EVERYBODY]
+        self.workers = [Worker(context, None) for _ in ALL_WORKERS]
         self.trainer = _Here(make=make, reach=self._reach)
         for worker in self.workers:
             worker.do(_behind_pipe, make)
             worker.do(hold, KEPT_OPEN, dict)
-        self.trainer.do(begin, KEPT_OPEN, EVERYBODY)
+        self.trainer.do(begin, KEPT_OPEN, ALL_WORKERS)
 
     def _reach(self, workers: tuple[int, ...]) -> dict[str, Any]:
         return {"pipes": [self.workers[worker].pipe for worker in workers]}
@@ -341,7 +341,7 @@ class OverRay(World):
 
     def __init__(self) -> None:
         self._ray = importlib.import_module("ray")
-        self._actors = [self._ray.remote(num_cpus=0)(Holder).remote() for _ in EVERYBODY]
+        self._actors = [self._ray.remote(num_cpus=0)(Holder).remote() for _ in ALL_WORKERS]
         # No timeout here: processes that start at once may take minutes, and the test has its own timeout.
         self._ray.get([actor.starts.remote() for actor in self._actors])
         self.workers = [_Actor(self._ray, actor) for actor in self._actors]

@@ -87,9 +87,9 @@ class ActorServer:
         except Exception as error:  # noqa: BLE001 - the call's error, as from an actor's method
             self._answer(call, [], error)
         else:
-            answer.add_done_callback(lambda over: self._go_home(call, over))
+            answer.add_done_callback(lambda over: self._return_answer(call, over))
 
-    def _go_home(self, call: int, over: concurrent.futures.Future[Frames]) -> None:
+    def _return_answer(self, call: int, over: concurrent.futures.Future[Frames]) -> None:
         error = over.exception()
         self._answer(call, [] if error else over.result(), error)
 

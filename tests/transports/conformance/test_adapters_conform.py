@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from adapters import ADAPTERS, Adapter, Apart, OnRay
+from adapters import ADAPTERS, Adapter, InChildProcess, OnRay
 
 from weightsync.testing import SCENARIOS
 
@@ -21,7 +21,7 @@ SMALL = ["the graph of one version", "the graph of copies"]
 WHOLE = "pipe shared"
 
 
-def holds(adapter: Adapter, request: pytest.FixtureRequest, names: list[str]) -> None:
+def check_conforms(adapter: Adapter, request: pytest.FixtureRequest, names: list[str]) -> None:
     found = adapter.check(request, patience=PATIENCE, only=names)
 
     assert found.ok, str(found)
@@ -31,18 +31,20 @@ def holds(adapter: Adapter, request: pytest.FixtureRequest, names: list[str]) ->
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("adapter", [adapter.param() for adapter in ADAPTERS])
-def test_it_conforms(adapter: Adapter, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_adapter_conforms_to_the_contract_of_links(
+    adapter: Adapter, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("CRITICAL", "weightsync")
-    graphs = GRAPHS if adapter.name == WHOLE else [] if isinstance(adapter, Apart | OnRay) else SMALL
-    holds(adapter, request, [name for name in SCENARIOS if name not in GRAPHS or name in graphs])
+    graphs = GRAPHS if adapter.name == WHOLE else [] if isinstance(adapter, InChildProcess | OnRay) else SMALL
+    check_conforms(adapter, request, [name for name in SCENARIOS if name not in GRAPHS or name in graphs])
 
 
 @pytest.mark.untraced("is compared with the model after each step already")
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("adapter", [each.param() for each in ADAPTERS if each.name != WHOLE])
-def test_all_graphs_are_replayed(
+def test_each_adapter_replays_all_graphs_of_the_model(
     adapter: Adapter, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL", "weightsync")
-    holds(adapter, request, GRAPHS)
+    check_conforms(adapter, request, GRAPHS)

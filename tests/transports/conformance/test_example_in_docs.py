@@ -24,7 +24,7 @@ def load(example: Path = EXAMPLE) -> Any:
     return module
 
 
-def test_the_example_conforms(caplog: Any) -> None:
+def test_the_example_transport_of_the_docs_conforms(caplog: Any) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     found = check_transport(load().connect, unreachable={"several models": "each connection carries one model"})
 
@@ -33,7 +33,7 @@ def test_the_example_conforms(caplog: Any) -> None:
     assert found.unreached == {}
 
 
-def test_the_scheme_of_the_docs_sends_over_the_links_of_the_docs(
+def test_the_example_scheme_of_the_docs_sends_over_its_links(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
@@ -43,14 +43,14 @@ def test_the_scheme_of_the_docs_sends_over_the_links_of_the_docs(
     assert capsys.readouterr().out == "APPLIED ANSWER True\n"
 
 
-def test_the_page_names_each_rule_by_its_class_and_the_examples_are_there() -> None:
+def test_the_testing_page_names_the_rule_class_and_its_examples_exist() -> None:
     page = (DOCS / "testing.md").read_text(encoding="utf-8")
 
     assert "`weightsync.testing.Rule`" in page
     assert all((DOCS / example).is_file() for example in re.findall(r"\]\((examples/[^)]+)\)", page))
 
 
-def test_the_page_names_each_ability_and_each_method_of_a_link() -> None:
+def test_the_testing_page_names_each_field_of_ends_and_each_method_of_a_link() -> None:
     page = (DOCS / "testing.md").read_text(encoding="utf-8")
     methods = [name for name in vars(load().QueueLink) if not name.startswith("_")]
 
@@ -58,7 +58,7 @@ def test_the_page_names_each_ability_and_each_method_of_a_link() -> None:
     assert [field.name for field in dataclasses.fields(Ends) if f"`{field.name}`" not in page] == []
 
 
-def test_scenarios_named_on_the_page_exist() -> None:
+def test_scenarios_named_on_the_testing_page_exist() -> None:
     page = (DOCS / "testing.md").read_text(encoding="utf-8")
     (declared,) = re.findall(r"unreachable=\{(.*?)\}", page, re.DOTALL)
 

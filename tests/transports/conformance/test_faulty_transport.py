@@ -25,7 +25,7 @@ FAULTS = {
     Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
 }
 #: The scenario that these links cannot run, and the reason.
-HELD = {"several models": "one model a connection here"}
+UNREACHABLE = {"several models": "one model a connection here"}
 
 
 def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], Ends]:
@@ -42,17 +42,21 @@ def faulty(delivery: Delivery, seed: int, **faults: float) -> Callable[[str], En
 
 @pytest.mark.parametrize("delivery", Delivery, ids=lambda delivery: delivery.name)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_protocol_holds_over_it(delivery: Delivery, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_protocol_holds_over_a_faulty_transport(
+    delivery: Delivery, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     # Skip the graphs: they end a machine while the wrapper still holds back its messages.
-    names = [name for name in SCENARIOS if not name.startswith("the graph of ") and name not in HELD]
-    found = check_transport(faulty(delivery, seed, **FAULTS[delivery]), unreachable=HELD, only=names, patience=20.0)
+    names = [name for name in SCENARIOS if not name.startswith("the graph of ") and name not in UNREACHABLE]
+    found = check_transport(
+        faulty(delivery, seed, **FAULTS[delivery]), unreachable=UNREACHABLE, only=names, patience=20.0
+    )
 
     assert found.delivery is delivery
     assert {f"walk {number}" for number in range(12)} <= set(found.passed)
 
 
-def test_faults_that_it_does_not_declare_are_found() -> None:
+def test_the_kit_finds_faults_that_a_transport_does_not_declare() -> None:
     """The kit finds a wrapper that promises more than the link inside keeps."""
 
     def connect(model_id: str) -> Ends:
@@ -70,7 +74,7 @@ def test_faults_that_it_does_not_declare_are_found() -> None:
     ("delivery", "fault"),
     [(Delivery.ORDERED, "drop"), (Delivery.AT_LEAST_ONCE, "drop"), (Delivery.REORDERED, "duplicate")],
 )
-def test_no_fault_goes_beyond_what_is_declared(delivery: Delivery, fault: str) -> None:
+def test_a_fault_that_the_delivery_does_not_allow_is_refused(delivery: Delivery, fault: str) -> None:
     with pytest.raises(ConfigurationError, match=f"promises not to {fault}"):
         FaultyTransport(local_pair(delivery)[0], delivery, **{fault: 0.5})
 
@@ -87,39 +91,39 @@ def test_no_fault_goes_beyond_what_is_declared(delivery: Delivery, fault: str) -
         ({"seed": "1"}, r"^seed= is '1': give an int"),
     ],
 )
-def test_arguments_of_another_type_are_refused_at_once(given: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_refused_with_the_reason(given: dict[str, Any], match: str) -> None:
     link = local_pair(Delivery.BEST_EFFORT)[0]
     with pytest.raises(ConfigurationError, match=match):
         FaultyTransport(**{"link": link, "delivery": Delivery.BEST_EFFORT, **given})
 
 
-def said(count: int) -> list[Ack | Hello]:
+def handshake_and_acks(count: int) -> list[Ack | Hello]:
     return [
         Hello(model_id="m", incarnation=1),
         *(Ack(model_id="m", incarnation=1, version=v) for v in range(1, count + 1)),
     ]
 
 
-def heard(delivery: Delivery, seed: int, **faults: float) -> list[int | str]:
+def received_versions(delivery: Delivery, seed: int, **faults: float) -> list[int | str]:
     first, second = local_pair(delivery)
     link = FaultyTransport(first, delivery, seed=seed, **faults)
-    for message in said(30):
+    for message in handshake_and_acks(30):
         link.send(message)
     while not link.flush():
         pass
     return [message.version if isinstance(message := one.message, Ack) else "Hello" for one in second.receive()]
 
 
-def test_one_seed_does_the_same_every_time() -> None:
+def test_the_same_seed_causes_the_same_faults() -> None:
     faults = FAULTS[Delivery.BEST_EFFORT]
 
-    assert heard(Delivery.BEST_EFFORT, 7, **faults) == heard(Delivery.BEST_EFFORT, 7, **faults)
-    assert heard(Delivery.BEST_EFFORT, 7, **faults) != heard(Delivery.BEST_EFFORT, 8, **faults)
+    assert received_versions(Delivery.BEST_EFFORT, 7, **faults) == received_versions(Delivery.BEST_EFFORT, 7, **faults)
+    assert received_versions(Delivery.BEST_EFFORT, 7, **faults) != received_versions(Delivery.BEST_EFFORT, 8, **faults)
 
 
 @pytest.mark.parametrize("delivery", Delivery, ids=lambda delivery: delivery.name)
-def test_each_fault_happens_where_it_is_allowed_and_never_to_the_handshake(delivery: Delivery) -> None:
-    found = heard(delivery, 5, **FAULTS[delivery])
+def test_each_allowed_fault_occurs_and_never_affects_the_handshake(delivery: Delivery) -> None:
+    found = received_versions(delivery, 5, **FAULTS[delivery])
     versions = found[1:]
 
     assert found[0] == "Hello"
@@ -130,17 +134,17 @@ def test_each_fault_happens_where_it_is_allowed_and_never_to_the_handshake(deliv
 
 def test_a_cut_is_reported_at_both_ends() -> None:
     first, second = (FaultyTransport(link, Delivery.ORDERED) for link in local_pair())
-    first.send(said(0)[0])
+    first.send(handshake_and_acks(0)[0])
     first.cut()
 
     assert [second] == wait(Waker(), [second], 5.0)
     assert len(second.receive()) == 1
-    for use in (second.receive, first.receive, first.flush, lambda: first.send(said(0)[0])):
+    for use in (second.receive, first.receive, first.flush, lambda: first.send(handshake_and_acks(0)[0])):
         with pytest.raises(TransportError):
             use()
 
 
-def test_links_that_come_up_in_the_adapters_own_threads_reach_their_drivers_in_the_kits(
+def test_links_accepted_in_an_adapters_thread_are_added_to_drivers_in_one_other_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A driver belongs to one thread: two links of a worker that came up at once used to get the same number."""
@@ -162,7 +166,7 @@ def test_links_that_come_up_in_the_adapters_own_threads_reach_their_drivers_in_t
         return Ends(first, listen)
 
     monkeypatch.setattr(ReceiverDriver, "add_link", add_link)
-    check_transport(connect, unreachable=HELD, only=["walk 0"])
+    check_transport(connect, unreachable=UNREACHABLE, only=["walk 0"])
 
     assert len(threads) == 1
     assert "the adapter's" not in threads

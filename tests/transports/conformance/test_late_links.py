@@ -40,7 +40,7 @@ class LateCallClient(DirectCallClient):
 
 
 @pytest.mark.untraced("the kit's own bench")
-def test_a_link_that_comes_up_once_everything_is_closed_holds_no_buffer() -> None:
+def test_a_link_accepted_after_everything_is_closed_pins_no_buffer() -> None:
     let_go = Event()
 
     def late(model_id: str) -> Ends:

@@ -32,7 +32,7 @@ def connect(delivery: Delivery = Delivery.ORDERED) -> Any:
     return over
 
 
-def test_the_paths_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_paths_equal_those_rendered_from_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """`spec/replay.py` renders the paths from the same search that is compared with TLC's graph."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "spec"), *sys.path])
     spec = importlib.util.spec_from_file_location("spec_replay", ROOT / "spec" / "replay.py")
@@ -43,14 +43,14 @@ def test_the_paths_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("configuration", graphs().configurations.values(), ids=lambda each: each.name)
-def test_the_paths_take_every_edge_of_both_roles(configuration: Any) -> None:
+def test_the_replayed_paths_take_every_edge_of_both_roles(configuration: Any) -> None:
     taken = {step.edge for path in configuration.paths for step in path if step.edge is not None}
 
     assert taken == configuration.edges
     assert {edge.role for edge in taken} == {"sender", "receiver"}
 
 
-def test_the_result_has_what_was_reached_and_what_was_not_with_its_reason() -> None:
+def test_the_result_lists_edges_reached_and_edges_not_reached_with_the_reason() -> None:
     whole = check_transport(connect(), only=["the graph of losses"], patience=5.0)
     assert whole.unreached == {}
     assert all(taken == of > 0 for taken, of in whole.covered.values())
@@ -64,7 +64,7 @@ def test_the_result_has_what_was_reached_and_what_was_not_with_its_reason() -> N
     assert f"{len(part.unreached)} edges were not reached: nothing can be cut" in str(part)
 
 
-def test_a_network_misbehaves_only_where_links_may() -> None:
+def test_a_graph_is_replayed_only_over_links_with_its_delivery() -> None:
     found = check_transport(connect(), only=["the graph of duplicated"], patience=5.0)
     assert "links of delivery ORDERED do not" in found.beside["the graph of duplicated"]
 
@@ -79,7 +79,7 @@ def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "_fail", lambda data, link, *_: (receiving.Leave(link),))
 
 
-def _a_lost_worker_leaves_the_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_lost_worker_is_no_longer_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sending._lose
 
     def forgetting(data: Any, worker: int, *rest: Any) -> Any:
@@ -116,13 +116,15 @@ def _a_refused_send_uses_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fault", "graph", "rule"),
     [
         (_a_broken_model_says_goodbye, "ends", Rule.ARRIVES),
-        (_a_lost_worker_leaves_the_roll, "losses", Rule.STATE),
+        (_a_lost_worker_is_no_longer_a_member, "losses", Rule.STATE),
         (_a_wait_for_nothing_is_ignored, "one version", Rule.STATE),
         (_a_refused_send_uses_a_version, "one version", Rule.STATE),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)).strip("_"),
 )
-def test_a_fault_in_a_driver_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any, graph: str, rule: Rule) -> None:
+def test_the_replay_finds_a_fault_in_a_driver(
+    monkeypatch: pytest.MonkeyPatch, fault: Any, graph: str, rule: Rule
+) -> None:
     fault(monkeypatch)
     with pytest.raises(Nonconforming) as refused:
         check_transport(connect(), only=[f"the graph of {graph}"], patience=2.0)

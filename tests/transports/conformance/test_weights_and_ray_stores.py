@@ -83,14 +83,14 @@ def answer(crew: Crew, *what: Any) -> Any:
     return trainer.answer()
 
 
-def test_a_store_of_two_and_a_half_times_the_weights_keeps_all_in_memory(crew: Crew, folder: str) -> None:
+def test_an_object_store_of_two_and_a_half_times_the_weights_spills_nothing(crew: Crew, folder: str) -> None:
     outcomes, wrong, spilled = answer(crew, folder, 2560 * MIB, 1024 * MIB, {})
 
     assert [outcome.kind for outcome in outcomes] == [OutcomeKind.APPLIED] * 2
     assert (wrong, spilled) == (0, [])
 
 
-def test_where_store_and_disk_are_full_the_update_is_refused(crew: Crew, folder: str) -> None:
+def test_an_update_is_refused_if_object_store_and_disk_are_full(crew: Crew, folder: str) -> None:
     outcomes, wrong, _ = answer(crew, folder, 100 * MIB, 200 * MIB, {"local_fs_capacity_threshold": 0.0})
 
     assert [(outcome.kind, outcome.evidence) for outcome in outcomes] == [(OutcomeKind.REFUSED, Evidence.NONE)] * 2

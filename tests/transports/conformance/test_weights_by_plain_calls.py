@@ -72,7 +72,7 @@ def keeper(cluster: Any) -> Iterator[Any]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_a_plain_actor_is_given_every_kind(keeper: Any) -> None:
+def test_a_plain_actor_is_given_every_kind_of_weights(keeper: Any) -> None:
     import ray  # noqa: PLC0415 - an extra
 
     def shows() -> Any:
@@ -84,7 +84,7 @@ def test_a_plain_actor_is_given_every_kind(keeper: Any) -> None:
 
 
 @pytest.mark.rpc
-def test_a_plain_collector_is_given_every_kind(crew: Crew, tmp_path: Path) -> None:
+def test_a_plain_collector_is_given_every_kind_of_weights(crew: Crew, tmp_path: Path) -> None:
     assert rpc.is_available(), "this torch was built without RPC, which these tests need"
     trainer, worker = crew.start(None, 2)
     trainer.tell(join, str(tmp_path), 0)

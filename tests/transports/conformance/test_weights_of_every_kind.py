@@ -17,7 +17,7 @@ from weightsync import LayoutError, OutcomeKind
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in KINDS])
 @pytest.mark.parametrize("carry", PARAMS)
-def test_it_arrives_bit_by_bit(carry: Any, kind: Kind) -> None:
+def test_weights_of_every_kind_arrive_bit_identical(carry: Any, kind: Kind) -> None:
     source = kind.source(1)
     with carry(partial(kind.destination, 2)) as carrier:
         for version in (1, 2, 3):
@@ -31,7 +31,7 @@ def test_it_arrives_bit_by_bit(carry: Any, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("carry", PARAMS)
-def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(carry: Any, kind: str) -> None:
+def test_unsendable_weights_raise_layout_error_before_any_send(carry: Any, kind: str) -> None:
     make, said = REFUSED[kind]
     good = seeded(linear, 1)
     with carry(partial(seeded, linear, 2)) as carrier:
@@ -45,7 +45,7 @@ def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(carry: Any
 
 
 @pytest.mark.parametrize("carry", PARAMS)
-def test_a_change_after_the_send_changes_nothing_that_was_sent(carry: Any) -> None:
+def test_changes_after_send_async_do_not_affect_the_sent_weights(carry: Any) -> None:
     source = {"w": torch.zeros(50_000)}
     with carry(lambda: {"w": torch.ones(50_000)}) as carrier:
         carrier.sender.send_async(source)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fleet import WorkerSetup
 from kind_worlds import (
-    EVERYBODY,
+    ALL_WORKERS,
     OverPipes,
     OverRay,
     OverRpc,
@@ -20,12 +20,12 @@ from kind_worlds import (
     begin_cast,
     begin_kind,
     begin_mapped,
-    drop_the_pose,
     hold,
     hold_kind,
     link_state,
     marked,
-    pose,
+    pack_as_if_on_a_device,
+    pack_normally,
     push,
     send_cast,
     send_kind,
@@ -80,7 +80,7 @@ def _enter(request: pytest.FixtureRequest, forkserver: Any, folder: str) -> Worl
 
 
 @pytest.mark.parametrize("kind", BY_NAME)
-def test_it_arrives_bit_by_bit(world: World, kind: str) -> None:
+def test_weights_of_every_kind_arrive_bit_identical(world: World, kind: str) -> None:
     world.workers[0].do(hold_kind, kind, kind)
     world.trainer.do(begin_kind, kind, kind)
     for version in (1, 2, 3):
@@ -92,7 +92,7 @@ def test_it_arrives_bit_by_bit(world: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(world: World, kind: str) -> None:
+def test_unsendable_weights_raise_layout_error_before_any_send(world: World, kind: str) -> None:
     (make, said), model_id = REFUSED[kind], "refuses " + kind
     world.workers[0].do(hold_kind, model_id, "module")
     world.trainer.do(begin_kind, model_id, "module")
@@ -107,7 +107,7 @@ def test_what_cannot_travel_is_a_layout_error_before_anything_is_sent(world: Wor
 
 
 @pytest.mark.parametrize(("kind", "said"), [("meta", "on the meta device"), ("uninitialised", "not initialised")])
-def test_a_worker_whose_own_model_has_no_data_is_told_which_tensor(world: World, kind: str, said: str) -> None:
+def test_a_worker_whose_model_has_no_data_raises_with_the_tensors_name(world: World, kind: str, said: str) -> None:
     make, _ = REFUSED[kind]
 
     assert f"weight' is {said}" in world.refusal_of(kind, make)
@@ -120,20 +120,20 @@ def test_a_worker_whose_own_model_has_no_data_is_told_which_tensor(world: World,
         pytest.param(["cpu", "cuda:0"], id="cuda", marks=pytest.mark.gpu),
     ],
 )
-def test_device_map_fn_gives_each_worker_first_weights_of_its_own_device(world: World, devices: list[str]) -> None:
+def test_device_map_fn_gives_each_worker_its_own_first_weights_on_its_device(world: World, devices: list[str]) -> None:
     if "cuda:0" in devices and not torch.cuda.is_available():
-        without_gpus("A WORKER ON A DEVICE", "no GPU; the way of its weights was walked with the CPU as device")
+        without_gpus("A WORKER ON A DEVICE", "no GPU; its code path was tested with the CPU as device")
     model_id = f"mapped to {devices}"
     for worker, device in zip(world.workers, devices, strict=True):
         worker.do(hold, model_id, partial(buffered_on, device))
     # Without a GPU, too, the trainer and the second worker pack their weights as if they were on a device.
     for process in (world.trainer, world.workers[1]):
-        process.do(pose)
+        process.do(pack_as_if_on_a_device)
 
     workers, types, strategy = world.trainer.do(begin_mapped, model_id, devices)
     world.connect(model_id)
     source = buffered_on(devices[0], seed=1).state_dict()
-    first = [snapshot({name: marked(tensor, worker) for name, tensor in source.items()}) for worker in EVERYBODY]
+    first = [snapshot({name: marked(tensor, worker) for name, tensor in source.items()}) for worker in ALL_WORKERS]
     assert (workers, types) == ([0, 1], {{"state_dict": "dict", "tensordict": "TensorDict"}[strategy]})
     assert [worker.do(serves, model_id)[0] for worker in world.workers] == first
 
@@ -141,15 +141,15 @@ def test_device_map_fn_gives_each_worker_first_weights_of_its_own_device(world: 
     assert (report.version, report.ok, len(report.outcomes)) == (3, True, 2)
     assert [worker.do(serves, model_id)[0] for worker in world.workers] == [wanted] * 2
     for process in (world.trainer, world.workers[1]):
-        process.do(drop_the_pose)
-    world.forget(model_id, EVERYBODY)
+        process.do(pack_normally)
+    world.forget(model_id, ALL_WORKERS)
 
 
 def buffered_on(device: str, seed: int = 2) -> nn.Module:
     return BY_NAME["buffers"].source(seed).to(device)
 
 
-def test_a_float32_model_is_cast_on_its_way_and_served_as_what_was_sent(world: World) -> None:
+def test_a_float32_model_is_cast_to_the_wire_dtype_and_served_in_it(world: World) -> None:
     dtype, model_id = torch.bfloat16, "cast"
     world.workers[0].do(hold, model_id, partial(cast_to, dtype))
     world.trainer.do(begin_cast, model_id, dtype)
@@ -162,20 +162,20 @@ def test_a_float32_model_is_cast_on_its_way_and_served_as_what_was_sent(world: W
     world.forget(model_id)
 
 
-def test_the_second_generation_casts_too(world: World) -> None:
+def test_generation_b_send_casts_to_the_wire_dtype(world: World) -> None:
     dtype, model_id = torch.float16, "cast by the scheme"
     for worker in world.workers:
         worker.do(hold, model_id, partial(cast_to, dtype))
-    world.trainer.do(begin_cast, model_id, "float16", EVERYBODY)
+    world.trainer.do(begin_cast, model_id, "float16", ALL_WORKERS)
     world.connect(model_id)
     report, wanted, digest = world.trainer.do(send_cast, model_id, dtype, True)
 
     assert (report.version, report.ok, report.wire_dtype) == (2, True, WireDtype.FLOAT16)
     assert [worker.do(serves, model_id) for worker in world.workers] == [(wanted, digest)] * 2
-    world.forget(model_id, EVERYBODY)
+    world.forget(model_id, ALL_WORKERS)
 
 
-def test_a_worker_whose_model_has_another_dtype_is_refused_before_the_first_send_and_not_lost(world: World) -> None:
+def test_a_worker_whose_model_has_another_dtype_is_refused_at_the_handshake_and_not_lost(world: World) -> None:
     model_id = "not cast"
     world.workers[0].do(hold, model_id, partial(cast_to, torch.float32))
     world.trainer.do(begin_cast, model_id, "bfloat16")
@@ -216,7 +216,7 @@ def miscounts(setup: WorkerSetup, model_id: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_one_gibibyte(world: World) -> None:
+def test_one_gibibyte_of_weights_arrives_unchanged(world: World) -> None:
     world.workers[0].do(hold, "gibibyte", uncounted)
     world.trainer.do(begin, "gibibyte")
     report = world.send("gibibyte", send_what, counted)

@@ -85,7 +85,7 @@ class ReordersTheSecond(Reorders):
     number = 2
 
 
-class GreetsLate(Reorders):
+class SendsHandshakeLate(Reorders):
     """Lets the update overtake the handshake."""
 
     def send(self, message: Any, payload: Any = None) -> None:
@@ -121,7 +121,7 @@ class SwallowsDeath(Wrong):
             return []
 
 
-class TellsItsDeathOnce(Wrong):
+class ReportsDeathOnce(Wrong):
     def receive(self) -> list[Received]:
         try:
             return self.link.receive()
@@ -161,7 +161,7 @@ class ClosesOnce(Wrong):
         self.link.close()
 
 
-class DiesOfItself(Wrong):
+class FailsAfterSecondRead(Wrong):
     enough = 2
 
     def receive(self) -> list[Received]:
@@ -171,11 +171,11 @@ class DiesOfItself(Wrong):
         return self.link.receive()
 
 
-class DiesSoon(DiesOfItself):
+class FailsAfterFirstRead(FailsAfterSecondRead):
     enough = 1
 
 
-class ForgetsLastWords(Wrong):
+class DropsLastMessages(Wrong):
     def receive(self) -> list[Received]:
         side = self.link.side
         if not self.link._closed and side in self.link.network._ended:
@@ -192,7 +192,7 @@ class Tears(Wrong):
         return received
 
 
-class PadsWhatIsCutOff(Wrong):
+class PadsCutOffPayload(Wrong):
     """Delivers a large payload although its sender closed in the middle of it, with zeros for the missing rest."""
 
     kept: Any = None
@@ -230,7 +230,7 @@ class Shortens(Wrong):
         return [Received(one.message, one.payload and one.payload[:65_536]) for one in received]
 
 
-class TearsLittle(Wrong):
+class TearsSecondHalf(Wrong):
     """Replaces the second half of each payload by zeros."""
 
     def receive(self) -> list[Received]:
@@ -252,7 +252,7 @@ class Delays(Wrong):
         self.kept = message, payload
 
 
-class Crosses(Wrong):
+class CrossesLinks(Wrong):
     """Sends acks over the link that was created last, whichever link they belong to."""
 
     newest: Any = None
@@ -266,7 +266,7 @@ class Crosses(Wrong):
         link.send(message, payload)
 
 
-class AcksItself(Wrong):
+class AcksOnArrival(Wrong):
     """Acks each version on its arrival, before it is applied."""
 
     def receive(self) -> list[Received]:
@@ -324,7 +324,7 @@ class _Unpinned(Buffer):
         return self.real.view
 
 
-class Silent(Wrong):
+class NeverReadable(Wrong):
     """Has waitables that never become readable."""
 
     def __init__(self, link: LocalLink) -> None:
@@ -335,7 +335,7 @@ class Silent(Wrong):
         return [] if self.link._closed else [self.waker.fileno()]
 
 
-class Screams(Silent):
+class AlwaysReadable(NeverReadable):
     """Has waitables that are always readable."""
 
     def waitables(self) -> list[int]:
@@ -343,7 +343,7 @@ class Screams(Silent):
         return super().waitables()
 
 
-class OpenForEver(Wrong):
+class NeverCloses(Wrong):
     def close(self) -> None:
         self.count += 1
 
@@ -351,7 +351,7 @@ class OpenForEver(Wrong):
         self.link.send(message, payload)
 
 
-class LeavesItToTheCollector(Wrong):
+class LeavesDescriptorToGarbageCollector(Wrong):
     """Leaves a descriptor open until the link is garbage-collected."""
 
     def __init__(self, link: LocalLink) -> None:
@@ -359,7 +359,7 @@ class LeavesItToTheCollector(Wrong):
         self.left = Waker()
 
 
-class RaisesItsOwn(Wrong):
+class RaisesUntypedError(Wrong):
     def send(self, message: Any, payload: Any = None) -> None:
         if self.link._closed:
             raise OSError("Bad file descriptor")
@@ -382,36 +382,36 @@ WRONG = [
     (Drops, Rule.ARRIVES, "many messages"),
     (DropsTheSixtieth, Rule.ARRIVES, "many messages"),
     (LosesExtras, Rule.GENUINE, "every field"),
-    (TellsItsDeathOnce, Rule.DEATH_REPORTED, "a receiver that is gone"),
+    (ReportsDeathOnce, Rule.DEATH_REPORTED, "a receiver that is gone"),
     (NeverAsksToWrite, Rule.WAKES, "room to write"),
     (ClosesOnce, Rule.OWN_ERRORS, "closing"),
     (ClosesOnce, Rule.CLOSED, "a receiver that is gone"),
     (Reorders, Rule.ORDER, "many messages"),
-    (GreetsLate, Rule.ORDER, "the first update with the handshake"),
+    (SendsHandshakeLate, Rule.ORDER, "the first update with the handshake"),
     (Duplicates, Rule.ONCE, "many messages"),
     (Duplicates, Rule.ONCE, "updates"),
     (Forges, Rule.GENUINE, "many messages"),
     (SwallowsDeath, Rule.DEATH_REPORTED, "a receiver that is gone"),
     (SwallowsDeath, Rule.DEATH_REPORTED, "the sender is lost"),
     (SwallowsDeath, Rule.DEATH_REPORTED, "a cut with an update outstanding"),
-    (DiesOfItself, Rule.LIVES, "waitables"),
-    (ForgetsLastWords, Rule.LAST_WORDS, "the sender's last words"),
+    (FailsAfterSecondRead, Rule.LIVES, "waitables"),
+    (DropsLastMessages, Rule.LAST_WORDS, "the sender's last words"),
     (Tears, Rule.PAYLOAD, "payloads of every size (segments)"),
-    (PadsWhatIsCutOff, Rule.PAYLOAD, "an update that is cut off"),
+    (PadsCutOffPayload, Rule.PAYLOAD, "an update that is cut off"),
     (Shortens, Rule.PAYLOAD, "payloads of every size (heap)"),
     (Blocks, Rule.NEVER_BLOCKS, "a peer that does not read"),
     (KeepsPinned, Rule.UNPINNED, "buffers (heap)"),
     (KeepsPinned, Rule.UNPINNED, "updates"),
-    (Silent, Rule.WAKES, "many messages"),
-    (Screams, Rule.QUIET, "waitables"),
-    (OpenForEver, Rule.CLOSED, "closing"),
-    (LeavesItToTheCollector, Rule.FREED, "many connections"),
-    (RaisesItsOwn, Rule.OWN_ERRORS, "closing"),
+    (NeverReadable, Rule.WAKES, "many messages"),
+    (AlwaysReadable, Rule.QUIET, "waitables"),
+    (NeverCloses, Rule.CLOSED, "closing"),
+    (LeavesDescriptorToGarbageCollector, Rule.FREED, "many connections"),
+    (RaisesUntypedError, Rule.OWN_ERRORS, "closing"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "rule", "scenario"), WRONG, ids=lambda each: getattr(each, "__name__", str(each)))
-def test_a_wrong_adapter_is_refused_by_its_rule(wrong: Any, rule: Rule, scenario: str) -> None:
+def test_a_wrong_adapter_is_refused_for_the_rule_that_it_breaks(wrong: Any, rule: Rule, scenario: str) -> None:
     with pytest.raises(Nonconforming) as refused:
         check_transport(factory(wrong), only=[scenario], patience=PATIENCE)
 
@@ -444,14 +444,14 @@ BY_REPLAY = [
     (ReordersTheSecond, "two versions", {Rule.ORDER}),
     (Duplicates, "one version", {Rule.ONCE}),
     (Delays, "one version", {Rule.ARRIVES}),
-    (Crosses, "two workers", {Rule.GENUINE}),
-    (AcksItself, "one version", {Rule.GENUINE, Rule.ONCE}),
+    (CrossesLinks, "two workers", {Rule.GENUINE}),
+    (AcksOnArrival, "one version", {Rule.GENUINE, Rule.ONCE}),
     (Forges, "one version", {Rule.GENUINE}),
     (SwallowsDeath, "losses", {Rule.DEATH_REPORTED}),
     (SwallowsDeath, "crashes", {Rule.DEATH_REPORTED}),
     (SwallowsDeath, "successors", {Rule.DEATH_REPORTED}),
-    (DiesSoon, "one version", {Rule.LIVES}),
-    (TearsLittle, "one version", {Rule.PAYLOAD}),
+    (FailsAfterFirstRead, "one version", {Rule.LIVES}),
+    (TearsSecondHalf, "one version", {Rule.PAYLOAD}),
     (KeepsPinned, "one version", {Rule.UNPINNED}),
 ]
 
@@ -470,14 +470,14 @@ def test_replay_alone_refuses_each_class_of_faults(wrong: Any, graph: str, rules
 
 
 @pytest.mark.parametrize("scenario", ["payloads of every size (heap)", "updates"])
-def test_a_buffer_that_is_shown_and_not_pinned_is_found_by_what_the_worker_then_reads(scenario: str) -> None:
+def test_a_shared_buffer_that_is_not_pinned_breaks_the_payload_or_pinned_rule(scenario: str) -> None:
     with pytest.raises(Nonconforming) as refused:
         check_transport(factory(NeverPins, Payloads.SHARED), only=[scenario], patience=PATIENCE)
 
     assert refused.value.rules <= {Rule.PAYLOAD, Rule.PINNED}
 
 
-def test_what_cannot_be_reached_and_is_not_declared_is_refused() -> None:
+def test_an_unreachable_scenario_that_is_not_declared_is_refused() -> None:
     def connect(model_id: str) -> Ends:
         return Ends(*local_pair())
 
@@ -495,7 +495,7 @@ def test_what_cannot_be_reached_and_is_not_declared_is_refused() -> None:
 @pytest.mark.parametrize(
     ("stop_at_first", "broken"), [(False, ["several models", "a cut"]), (True, ["several models"])]
 )
-def test_the_check_ends_with_the_first_scenario_that_breaks_a_rule_if_so_asked(
+def test_stop_at_first_ends_the_check_at_the_first_scenario_that_breaks_a_rule(
     stop_at_first: bool, broken: list[str]
 ) -> None:
     with pytest.raises(Nonconforming) as refused:
@@ -506,7 +506,7 @@ def test_the_check_ends_with_the_first_scenario_that_breaks_a_rule_if_so_asked(
 
 
 @pytest.mark.parametrize("bad", [{"no such scenario": "why"}, {"a cut": " "}])
-def test_declarations_are_checked(bad: dict[str, str]) -> None:
+def test_invalid_declarations_of_unreachable_scenarios_are_refused(bad: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError):
         check_transport(lambda model_id: Ends(*local_pair()), unreachable=bad)
 
@@ -524,7 +524,7 @@ def test_declarations_are_checked(bad: dict[str, str]) -> None:
         ({"stop_at_first": 1}, "^stop_at_first=1 is not a bool"),
     ],
 )
-def test_arguments_of_another_type_are_refused_before_anything_is_connected(given: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_connected(given: dict[str, Any], match: str) -> None:
     def connect(model_id: str) -> Ends:
         raise AssertionError
 
@@ -532,7 +532,7 @@ def test_arguments_of_another_type_are_refused_before_anything_is_connected(give
         check_transport(**{"factory": connect, **given})
 
 
-class Undeclared(Wrong):
+class DeclaresText(Wrong):
     def __init__(self, link: LocalLink) -> None:
         super().__init__(link)
         self.delivery = "ordered"
@@ -542,19 +542,19 @@ class Undeclared(Wrong):
     ("connect", "match"),
     [
         (lambda model_id: local_pair(), "made a tuple"),
-        (factory(Undeclared), "declares delivery 'ordered'"),
+        (factory(DeclaresText), "declares delivery 'ordered'"),
         (
             lambda model_id: Ends(local_pair()[0], object()),
             r"Ends have a receiver of type object, which lacks delivery",
         ),
     ],
 )
-def test_a_factory_that_makes_something_else_is_told_what_to_make(connect: Any, match: str) -> None:
+def test_a_factory_that_does_not_return_valid_ends_is_refused(connect: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         check_transport(connect, patience=PATIENCE)
 
 
-def test_a_link_that_may_lose_is_not_asked_for_what_it_lost() -> None:
+def test_lossy_links_are_not_checked_for_lost_messages() -> None:
     found = check_transport(lambda model_id: Ends(*local_pair(Delivery.BEST_EFFORT)), patience=PATIENCE)
 
     assert "updates" in found.beside

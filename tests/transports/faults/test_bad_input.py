@@ -70,7 +70,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("case", list(UNSUPPORTED))
-def test_weights_of_an_unsupported_type_are_value_errors(pair: Pair, case: str) -> None:
+def test_weights_of_an_unsupported_type_raise_configuration_error(pair: Pair, case: str) -> None:
     pair.sync()
     with pytest.raises(ConfigurationError):
         pair.sender.send(UNSUPPORTED[case])
@@ -86,7 +86,7 @@ UNSENDABLE = {
 
 
 @pytest.mark.parametrize("case", list(UNSENDABLE))
-def test_tensors_without_plain_memory_are_layout_errors_that_name_them(pair: Pair, case: str) -> None:
+def test_sparse_and_meta_tensors_raise_layout_error_with_their_name(pair: Pair, case: str) -> None:
     pair.sync()
     with pytest.raises(LayoutError, match=r"0\.weight"):
         pair.sender.send(plain(**{"0_weight": UNSENDABLE[case]}))
@@ -108,7 +108,7 @@ def test_extra_state_that_would_need_unpickling_is_a_layout_error(pair: Pair) ->
     assert (pair.sender.version, pair.sender.state) == (0, State.READY)
 
 
-def test_extra_state_beyond_the_wire_is_refused_before_anybody_is_dispatched_to(three: Pair) -> None:
+def test_extra_state_too_large_for_the_wire_is_refused_before_dispatch(three: Pair) -> None:
     class Heavy(nn.Linear):
         def get_extra_state(self) -> Any:
             return bytes(257 * 2**20)
@@ -122,7 +122,7 @@ def test_extra_state_beyond_the_wire_is_refused_before_anybody_is_dispatched_to(
     assert three.sync().ok
 
 
-def test_a_model_path_that_does_not_resolve_names_its_part(scheme_class: Any) -> None:
+def test_the_error_for_an_unresolvable_model_path_names_the_failing_part(scheme_class: Any) -> None:
     ours, theirs = multiprocessing.Pipe()
     context = SimpleNamespace(env=SimpleNamespace(), pipes=[ours])
     workers = SimpleNamespace(pipe=theirs, env=SimpleNamespace(net=[small()]))
@@ -139,7 +139,7 @@ def test_a_model_path_that_does_not_resolve_names_its_part(scheme_class: Any) ->
 
 
 @pytest.mark.parametrize("path", ["", ".", "env..net", "env.net[", "env[x]", "env.net[1.5]", "a b", "__import__('os')"])
-def test_a_malformed_path_is_an_attribute_error(scheme_class: Any, path: str) -> None:
+def test_a_malformed_model_path_raises_model_path_error(scheme_class: Any, path: str) -> None:
     ours, _theirs = multiprocessing.Pipe()
     context = SimpleNamespace(env=SimpleNamespace(net=[1]), pipes=[ours])
     with scheme_class() as scheme:
@@ -164,7 +164,7 @@ def test_a_worker_with_another_model_is_refused_at_connect_with_the_differences(
     assert b.get_receiver().version is None
 
 
-def test_a_model_that_changes_under_the_receiver_refuses_and_recovers(pair: Pair) -> None:
+def test_a_receiver_whose_model_changed_refuses_until_the_model_is_restored(pair: Pair) -> None:
     pair.sync()
     kept = pair.model[0]
     pair.model[0] = nn.Linear(7, 3)
@@ -176,7 +176,7 @@ def test_a_model_that_changes_under_the_receiver_refuses_and_recovers(pair: Pair
     assert pair.sync().ok
 
 
-def test_a_hook_that_raises_refuses_with_its_traceback_and_changes_nothing(scheme_class: Any) -> None:
+def test_a_set_extra_state_that_raises_refuses_the_update_and_changes_nothing(scheme_class: Any) -> None:
     class Picky(nn.Linear):
         note = "old"
 

@@ -53,7 +53,7 @@ def served(pair: Pair, value: float, *workers: int) -> Any:
 
 @BY_HAND
 @pytest.mark.parametrize("method", ["receive", "flush", "watch", "send"])
-def test_g10_whatever_an_adapter_raises_in_the_trainer_loses_its_worker_alone(three: Pair, method: str) -> None:
+def test_g10_any_exception_of_a_link_in_the_trainer_loses_only_its_worker(three: Pair, method: str) -> None:
     three.sender.send_async()
     setattr(link_to(three, 1), method, boom)
     unsteady(three.sender._driver)
@@ -68,7 +68,7 @@ def test_g10_whatever_an_adapter_raises_in_the_trainer_loses_its_worker_alone(th
 
 @BY_HAND
 @pytest.mark.parametrize("method", ["receive", "flush", "watch"])
-def test_g10_whatever_an_adapter_raises_in_a_worker_is_reported_as_the_end_of_its_link(pair: Pair, method: str) -> None:
+def test_g10_any_exception_of_a_link_in_a_worker_ends_the_link_on_both_sides(pair: Pair, method: str) -> None:
     pair.sender.send_async()
     setattr(pair.receiver._driver.links()[0], method, boom)
     unsteady(pair.receiver._driver)
@@ -80,7 +80,7 @@ def test_g10_whatever_an_adapter_raises_in_a_worker_is_reported_as_the_end_of_it
 
 @BY_HAND
 @pytest.mark.parametrize("method", ["waitables", "wants_write"])
-def test_g10_a_link_that_cannot_be_waited_for_is_lost_and_no_other(three: Pair, method: str) -> None:
+def test_g10_a_link_that_cannot_be_waited_for_loses_only_its_worker(three: Pair, method: str) -> None:
     assert three.sync().ok
     three.sender.send_async()
     setattr(link_to(three, 1), method, boom)
@@ -106,7 +106,7 @@ def test_g10_a_worker_that_cannot_wait_for_its_link_tells_its_trainer(pair: Pair
 
 
 @BY_HAND
-def test_g11_what_a_worker_answered_before_its_link_took_nothing_more_is_heard(three: Pair) -> None:
+def test_g11_an_answer_sent_before_its_link_fails_to_flush_is_counted(three: Pair) -> None:
     def cut(*_: Any) -> bool:
         raise TransportError("cut")
 
@@ -122,7 +122,7 @@ def test_g11_what_a_worker_answered_before_its_link_took_nothing_more_is_heard(t
 
 
 @BY_HAND
-def test_g10_a_link_whose_close_raises_is_given_up_and_the_others_go_on(three: Pair) -> None:
+def test_g10_a_link_whose_close_raises_is_dropped_and_the_other_links_continue(three: Pair) -> None:
     assert three.sync().ok
     link = link_to(three, 1)
     closing, link.close = link.close, boom
@@ -135,7 +135,7 @@ def test_g10_a_link_whose_close_raises_is_given_up_and_the_others_go_on(three: P
 
 @BY_HAND
 @pytest.mark.parametrize("where", ["before the step", "in the step"])
-def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
+def test_g10_an_answer_that_cannot_be_handled_loses_only_its_worker(
     three: Pair, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert three.sync().ok
@@ -164,7 +164,7 @@ def test_g10_an_answer_that_cannot_be_handled_loses_its_worker_alone(
     assert served(three, 3.0, *({0, 1, 2} - {lost})).of(report[lost].kind) == (lost,)
 
 
-def test_a_receiver_that_is_given_pipe_after_pipe_keeps_one_listener(pair: Pair) -> None:
+def test_a_receiver_that_is_given_several_pipes_in_turn_keeps_one_listener(pair: Pair) -> None:
     """A worker may outlive many trainers, so listeners for former pipes must not pile up."""
     for _ in range(3):
         ours, theirs = multiprocessing.Pipe()
@@ -176,7 +176,7 @@ def test_a_receiver_that_is_given_pipe_after_pipe_keeps_one_listener(pair: Pair)
 
 @BY_HAND
 @pytest.mark.parametrize("content", [codec.MAGIC, codec.encode(Hello(model_id="policy", incarnation=3))[:40]])
-def test_a_second_link_that_breaks_the_protocol_does_not_disturb_the_one_in_force(pair: Pair, content: bytes) -> None:
+def test_a_second_link_that_breaks_the_protocol_does_not_disturb_the_current_link(pair: Pair, content: bytes) -> None:
     assert pair.sync().ok
     ours, theirs = multiprocessing.Pipe()
     pair.receiver.register_worker_transport(theirs)
@@ -191,7 +191,7 @@ def test_a_second_link_that_breaks_the_protocol_does_not_disturb_the_one_in_forc
     ours.close()
 
 
-def test_the_trainers_own_errors_are_still_raised(pair: Pair) -> None:
+def test_a_send_to_an_unknown_worker_raises_in_the_trainer(pair: Pair) -> None:
     assert pair.sync().ok
     with pytest.raises(ValueError, match="worker"):
         pair.sender.send_async(worker_ids=[7])
@@ -199,8 +199,8 @@ def test_the_trainers_own_errors_are_still_raised(pair: Pair) -> None:
 
 
 @BY_HAND
-@pytest.mark.parametrize("whole", [True, False], ids=["with its layout", "with a layout that is remembered no more"])
-def test_an_older_senders_update_over_a_shared_link_is_stale_and_the_newer_one_is_still_served(
+@pytest.mark.parametrize("whole", [True, False], ids=["with its layout", "with a forgotten layout"])
+def test_over_a_shared_link_an_older_senders_update_is_stale_and_the_newer_ones_is_pending(
     whole: bool,
 ) -> None:
     old, new = Layout([("a", "float32", (2,))]), Layout([("b", "float32", (3,))])

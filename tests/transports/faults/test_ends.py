@@ -72,7 +72,7 @@ def raise_at_exit(setup: WorkerSetup) -> None:
 @pytest.mark.parametrize(
     ("how", "make"), [("close", small), ("exit", large), ("exception at exit", small), ("kill", large)]
 )
-def test_a_workers_end_disturbs_nobody(scheme_class: Any, crew: Crew, make: Any, how: str) -> None:
+def test_the_end_of_one_worker_does_not_affect_another(scheme_class: Any, crew: Crew, make: Any, how: str) -> None:
     scheme, sender, (ending, staying) = trained(scheme_class, crew, make)
     before = staying.do(shows)
     if how == "close":
@@ -94,7 +94,9 @@ def test_a_workers_end_disturbs_nobody(scheme_class: Any, crew: Crew, make: Any,
 
 
 @pytest.mark.parametrize(("seed", "kills"), [(11, 12), pytest.param(12, 50, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments(scheme_class: Any, crew: Crew, seed: int, kills: int) -> None:
+def test_a_worker_killed_at_a_random_moment_is_reported_lost_or_applied(
+    scheme_class: Any, crew: Crew, seed: int, kills: int
+) -> None:
     draw = random.Random(seed)
     source = filled(nn.Linear(512, 512), 0.0)
     (survivor,) = crew.start(scheme_class())
@@ -179,7 +181,7 @@ def close_scheme(setup: WorkerSetup) -> None:
     setup.scheme.close()
 
 
-def test_kill_9_of_everything_leaves_nothing(scheme_class: Any, crew: Crew) -> None:
+def test_killing_all_processes_leaves_no_descriptors_or_shared_memory_names(scheme_class: Any, crew: Crew) -> None:
     """Neither descriptors nor, by the leak check of tests/conftest.py, names in shared memory are left."""
     workers = crew.start(scheme_class(), 2)
     trainer = crew.lead(scheme_class(), workers)
@@ -208,7 +210,7 @@ def list_or_nothing(pid: int) -> list[str]:
 # --------------------------------------------------------------------------------- descriptors and memory
 
 
-def test_fifty_cycles_leave_the_descriptors_as_they_were(scheme_class: Any, make: Any) -> None:
+def test_fifty_closed_pairs_leave_no_descriptors_or_segments(scheme_class: Any, make: Any) -> None:
     Pair(scheme_class, model=make).close()
     gc.collect()
     before, held = Counter(descriptors().values()), (segments(), mapped())
@@ -226,7 +228,7 @@ def test_fifty_cycles_leave_the_descriptors_as_they_were(scheme_class: Any, make
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fifty_cycles_without_closing_anything_leave_nothing_either(scheme_class: Any, make: Any) -> None:
+def test_fifty_unclosed_pairs_leave_no_descriptors_or_mappings(scheme_class: Any, make: Any) -> None:
     gc.collect()
     before, held = Counter(descriptors().values()), mapped()
     for _ in range(50):
@@ -255,7 +257,7 @@ def test_the_number_of_segments_stays_bounded_over_200_sends(scheme_class: Any, 
     scheme.close()
 
 
-def test_a_stopped_worker_pins_no_more_slots_with_each_send_it_sleeps_through(scheme_class: Any, crew: Crew) -> None:
+def test_a_stopped_worker_pins_a_bounded_number_of_slots_over_many_sends(scheme_class: Any, crew: Crew) -> None:
     gc.collect()
     before = segments()
     scheme, sender, (awake, asleep) = trained(scheme_class, crew, large)
@@ -341,7 +343,7 @@ def test_no_forward_sees_a_torn_model(scheme_class: Any, crew: Crew, pace: str) 
             assert forwards >= versions > 0
 
 
-def test_a_closed_sender_holds_no_segment_though_the_user_keeps_the_pipe_of_a_worker_that_died() -> None:
+def test_a_closed_sender_holds_no_segment_even_if_the_user_keeps_a_dead_workers_pipe() -> None:
     """The stored error of the broken pipe used to keep alive the frames that hold the weights."""
     gc.collect()
     before, (ours, theirs) = segments(), multiprocessing.Pipe()

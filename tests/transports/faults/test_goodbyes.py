@@ -32,7 +32,7 @@ def leave_by(side: Any, error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("out of cheese"), KeyboardInterrupt("out of cheese"), SystemExit(3)])
 @pytest.mark.parametrize("side", ["receiver", "scheme"])
-def test_g11_a_worker_that_left_its_block_by_an_exception_is_lost_in_every_report(
+def test_g11_a_worker_whose_with_block_raised_is_lost_in_every_report(
     pair: Pair, side: str, error: BaseException
 ) -> None:
     pair.sync()
@@ -102,7 +102,7 @@ def test_g11_a_worker_that_ended_before_it_was_sent_a_handshake_is_lost_with_the
 
 
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0)])
-def test_a_worker_that_exits_as_it_should_says_goodbye(pair: Pair, error: SystemExit) -> None:
+def test_a_worker_that_exits_with_status_0_says_goodbye(pair: Pair, error: SystemExit) -> None:
     pair.sync()
     leave_by(pair.receiver, error)
     pair.sender.poll()
@@ -111,7 +111,7 @@ def test_a_worker_that_exits_as_it_should_says_goodbye(pair: Pair, error: System
 
 
 @pytest.mark.parametrize("side", ["sender", "scheme"])
-def test_a_trainer_that_left_its_block_by_an_exception_tells_its_workers_what_it_was(three: Pair, side: str) -> None:
+def test_a_trainer_whose_with_block_raised_reports_the_exception_to_its_workers(three: Pair, side: str) -> None:
     three.sync()
     leave_by(three.sender if side == "sender" else three.scheme, ValueError("out of cheese"))
 
@@ -122,7 +122,9 @@ def test_a_trainer_that_left_its_block_by_an_exception_tells_its_workers_what_it
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(0)])
-def test_a_trainer_that_leaves_its_block_as_it_should_says_goodbye(pair: Pair, error: BaseException | None) -> None:
+def test_a_trainer_whose_with_block_ends_without_a_failure_says_goodbye(
+    pair: Pair, error: BaseException | None
+) -> None:
     pair.sync()
     if error is None:
         with pair.sender:
@@ -240,7 +242,7 @@ def test_g11_a_goodbye_is_in_the_report_of_a_send_that_times_out_too(three: Pair
     assert "the receiver was closed" in early.left[2]
 
 
-def test_g11_a_send_when_all_have_left_says_who_did(three: Pair) -> None:
+def test_g11_a_send_after_all_workers_left_raises_with_their_ids(three: Pair) -> None:
     three.sync()
     for receiver in three.receivers:
         receiver.close()
@@ -288,7 +290,7 @@ def test_g11_a_worker_whose_link_fails_while_it_lives_stays_a_member(pair: Pair)
 
 
 @pytest.mark.parametrize(("make", "kind"), [(large, OutcomeKind.APPLIED), (small, OutcomeKind.REFUSED)])
-def test_g12_a_worker_with_a_replaced_link_too_answers_over_the_newest_in_the_same_call(
+def test_g12_one_receive_answers_on_the_newest_link_even_if_a_replaced_link_remains(
     scheme_class: Any, make: Any, kind: OutcomeKind
 ) -> None:
     (replaced, first), (newest, second) = multiprocessing.Pipe(), multiprocessing.Pipe()
@@ -312,7 +314,7 @@ def test_g12_a_worker_with_a_replaced_link_too_answers_over_the_newest_in_the_sa
         assert sender.wait_async(timeout=PATIENCE, on_failure="report")[0].kind is kind
 
 
-def test_g11_a_misfit_found_at_the_handshake_is_refused_and_stays_so(scheme_class: Any) -> None:
+def test_g11_a_model_that_misfits_at_the_handshake_is_refused_in_every_send(scheme_class: Any) -> None:
     pair = Pair(scheme_class)
     pair.receiver.register_model(small()[0])
     try:
@@ -329,7 +331,7 @@ def test_g11_a_misfit_found_at_the_handshake_is_refused_and_stays_so(scheme_clas
         pair.close()
 
 
-def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> None:
+def test_g6_an_error_in_prepare_relay_refuses_the_update_before_the_swap(pair: Pair) -> None:
     class Asked:
         """A background reader whose `prepare_relay` raises."""
 
@@ -359,7 +361,7 @@ def test_g6_nothing_of_a_users_runs_between_the_swap_and_its_ack(pair: Pair) -> 
     assert (pair.receiver.version, pair.model[0].bias.tolist()) == (1, [1.0, 1.0, 1.0])
 
 
-def test_a_pipe_that_is_asked_for_as_its_worker_leaves_is_found_or_unknown(
+def test_the_pipe_of_a_worker_that_is_removed_meanwhile_is_found_or_unknown(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread removes the worker while `pipe` looks it up."""

@@ -86,7 +86,7 @@ def test_g11_a_failure_that_an_interrupted_send_did_not_report_is_raised_by_the_
         three.sender.send_async(on_pending="wait", timeout=PATIENCE)
 
 
-def test_an_interrupt_that_does_not_end_the_poll_ends_the_wait(
+def test_a_signal_that_interrupts_another_thread_ends_the_wait(
     three: Pair, signum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.transports.base.SLICE", 0.05)  # a poll ends by itself after this time
@@ -136,7 +136,7 @@ def test_g11_a_failure_is_raised_by_the_next_send_if_a_signal_came_with_the_last
         three.sender.send_async()
 
 
-def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(three: Pair, signum: int) -> None:
+def test_an_interrupt_in_a_dispatch_is_deferred_until_every_worker_is_dispatched_to(three: Pair, signum: int) -> None:
     interrupt_at(three.sender._driver.machine, SenderInput.SEND, signum)
     with pytest.raises((KeyboardInterrupt, Alarm)):
         three.sender.send(timeout=PATIENCE)
@@ -147,7 +147,7 @@ def test_an_interrupt_in_a_dispatch_is_deferred_until_all_are_dispatched_to(thre
 
 
 @pytest.mark.parametrize("call", ["send", "send_async"])
-def test_an_interrupt_between_the_packing_and_the_dispatch_keeps_no_buffer(
+def test_an_interrupt_between_packing_and_dispatch_leaves_no_buffer_pinned(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The buffer, as large as the payload, used to stay pinned until the sender was closed."""
@@ -167,7 +167,7 @@ def test_an_interrupt_between_the_packing_and_the_dispatch_keeps_no_buffer(
     assert pair.sync().ok
 
 
-def test_an_interrupt_while_answers_are_read_loses_none(three: Pair, signum: int) -> None:
+def test_an_interrupt_while_answers_are_read_loses_no_answer(three: Pair, signum: int) -> None:
     three.sender.send_async()
     for receiver in three.receivers:
         receiver.receive(timeout=0)
@@ -178,7 +178,7 @@ def test_an_interrupt_while_answers_are_read_loses_none(three: Pair, signum: int
     assert three.sender.wait_async(timeout=0).ok
 
 
-def test_an_interrupt_in_a_swap_is_deferred_until_it_is_answered(pair: Pair, signum: int) -> None:
+def test_an_interrupt_in_a_swap_is_deferred_until_the_update_is_acked(pair: Pair, signum: int) -> None:
     interrupt_at(pair.receiver._driver.machine, ReceiverInput.APPLIED, signum)
     pair.sender.send_async()
     with pytest.raises((KeyboardInterrupt, Alarm)):
@@ -188,7 +188,7 @@ def test_an_interrupt_in_a_swap_is_deferred_until_it_is_answered(pair: Pair, sig
     assert pair.sender.wait_async(timeout=0).ok
 
 
-def test_an_update_that_an_interrupt_kept_from_the_caller_is_taken_by_the_next_call(
+def test_an_update_whose_take_was_interrupted_is_returned_by_the_next_take_update(
     pair: Pair, signum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def struck(*given: Any) -> Any:
@@ -208,7 +208,7 @@ def test_an_update_that_an_interrupt_kept_from_the_caller_is_taken_by_the_next_c
     assert pair.sender.wait_async(timeout=PATIENCE).ok
 
 
-def test_a_handler_that_raises_nothing_disturbs_nothing(pair: Pair) -> None:
+def test_a_signal_handler_that_does_not_raise_does_not_disturb_a_send(pair: Pair) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
     interrupt_at(pair.sender._driver.machine, SenderInput.SEND, signal.SIGUSR2)
@@ -251,7 +251,7 @@ def test_a_signal_handler_may_close_a_receiver_while_the_users_messages_are_read
         assert pair.sender.worker_ids == ()
 
 
-def test_handlers_are_as_before_after_each_call(pair: Pair) -> None:
+def test_signal_handlers_are_restored_after_each_call(pair: Pair) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     pair.sync()
     pair.sender.send(timeout=0, on_failure="report")
@@ -328,7 +328,7 @@ RECEIVER_CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", list(RECEIVER_CALLS))
-def test_a_closed_receiver_refuses_everything(pair: Pair, call: str) -> None:
+def test_a_closed_receiver_refuses_every_call(pair: Pair, call: str) -> None:
     as_closed(pair)
     with pytest.raises(StateError):
         RECEIVER_CALLS[call](pair.receiver)
@@ -417,7 +417,7 @@ def test_a_copied_scheme_can_be_initialised_with_pipes_of_its_own(pair: Pair) ->
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("state", list(STATES))
-def test_what_a_forked_child_inherits_is_a_copy(pair: Pair, state: State) -> None:
+def test_a_sender_and_receiver_inherited_by_a_fork_are_uninitialized_copies(pair: Pair, state: State) -> None:
     STATES[state](pair)
     before = [(side._driver.data, side.state) for side in (pair.sender, pair.receiver)]
     reading, telling = os.pipe()
@@ -479,19 +479,19 @@ def test_fault_4_unpickling_keeps_no_ack_for_the_next_send(pair: Pair) -> None:
     assert pair.sender.wait_async(timeout=0).ok
 
 
-def test_fault_5_a_send_that_reaches_nobody_says_so(scheme_class: Any) -> None:
+def test_fault_5_a_send_of_an_uninitialized_sender_raises_state_error(scheme_class: Any) -> None:
     with pytest.raises(StateError):
         scheme_class().create_sender().send(small())
 
 
-def test_fault_6_a_message_of_the_users_is_not_lost(pair: Pair) -> None:
+def test_fault_6_a_user_message_is_not_lost(pair: Pair) -> None:
     pair.sender.pipe(0).send("mine")
     pair.sync()
 
     assert pair.receiver.pipe.recv() == "mine"
 
 
-def test_fault_7_a_send_to_a_subset_changes_nobody_else(three: Pair) -> None:
+def test_fault_7_a_send_to_a_subset_changes_no_other_worker(three: Pair) -> None:
     three.sync()
     filled(three.source, 2.0)
     three.sync(worker_ids=[1])
@@ -499,7 +499,7 @@ def test_fault_7_a_send_to_a_subset_changes_nobody_else(three: Pair) -> None:
     assert [constants(model) for model in three.models] == [{1.0}, {2.0}, {1.0}]
 
 
-def test_fault_7_nothing_changes_under_a_worker_that_does_not_receive(pair: Pair) -> None:
+def test_fault_7_weights_of_a_worker_that_does_not_receive_do_not_change(pair: Pair) -> None:
     pair.sync()
     for fill in (2.0, 3.0, 4.0):
         filled(pair.source, fill)
@@ -524,7 +524,7 @@ def test_fault_10_unknown_weights_are_an_error_and_no_empty_update(pair: Pair) -
     assert pair.sender.version == 0
 
 
-def test_fault_11_an_exception_between_two_dispatches_leaves_nobody_out(three: Pair) -> None:
+def test_fault_11_an_exception_in_one_dispatch_does_not_stop_the_others(three: Pair) -> None:
     def broken(*_: Any) -> None:
         raise MemoryError("no room")
 
@@ -539,7 +539,7 @@ def test_fault_11_an_exception_between_two_dispatches_leaves_nobody_out(three: P
     assert three.sender.state is State.READY
 
 
-def test_fault_13_a_sender_is_refused_after_its_close(pair: Pair) -> None:
+def test_fault_13_a_closed_sender_raises_on_send(pair: Pair) -> None:
     pair.sender.close()
     with pytest.raises(StateError):
         pair.sender.send()

@@ -16,9 +16,7 @@ from weightsync.engine import recorder
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_worker_that_is_added_without_descriptors_is_a_typed_error_and_can_be_added_again(
-    pair: Pair, left: int
-) -> None:
+def test_add_worker_without_free_descriptors_raises_and_can_be_repeated(pair: Pair, left: int) -> None:
     assert pair.sync().ok
     ours, theirs = multiprocessing.Pipe()
     with descriptors_left(left), pytest.raises(TransportError, match="Too many open files"):
@@ -32,7 +30,7 @@ def test_a_worker_that_is_added_without_descriptors_is_a_typed_error_and_can_be_
 
 
 @pytest.mark.parametrize("left", range(3))
-def test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed(scheme_class: Any, left: int) -> None:
+def test_initialising_a_scheme_without_free_descriptors_raises_weightsync_error(scheme_class: Any, left: int) -> None:
     ours, theirs = multiprocessing.Pipe()
     with scheme_class() as scheme, descriptors_left(left), pytest.raises(WeightSyncError, match="Too many open files"):
         _create_link(scheme, ours)
@@ -42,7 +40,7 @@ def test_a_scheme_that_is_initialised_without_descriptors_raises_what_is_typed(s
 
 @pytest.mark.parametrize("watched", [False, True], ids=["", "with events"])
 @pytest.mark.parametrize("left", [2, 3])
-def test_pipes_can_be_given_again_while_the_error_of_an_initialisation_without_descriptors_is_handled(
+def test_a_failed_init_on_sender_can_be_repeated_while_its_error_is_handled(
     scheme_class: Any, left: int, watched: bool
 ) -> None:
     ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(3)), strict=True)

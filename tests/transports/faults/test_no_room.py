@@ -63,7 +63,7 @@ def test_g11_an_update_without_a_descriptor_is_refused_with_the_reason_and_later
         assert constants(served.model) == {value}
 
 
-def test_a_segment_that_was_lost_with_an_overtaken_version_is_passed_again(served: Pair) -> None:
+def test_a_segment_lost_with_a_superseded_version_is_passed_again(served: Pair) -> None:
     served.sender.send_async()
     with descriptors_left(0):
         served.receiver._driver.pump()
@@ -77,7 +77,7 @@ def test_a_segment_that_was_lost_with_an_overtaken_version_is_passed_again(serve
         assert constants(served.model) == {value}
 
 
-def test_weights_applied_by_hand_are_not_taken_for_those_of_an_update_that_could_not_be_taken(served: Pair) -> None:
+def test_an_update_that_could_not_be_taken_is_refused_if_weights_are_applied_by_hand(served: Pair) -> None:
     filled(served.source, 2.0)
     served.sender.send_async()
     with descriptors_left(0):
@@ -113,7 +113,7 @@ def test_g11_a_joiner_without_descriptors_is_reported_in_the_next_report(served:
     assert [report[0].kind, served.sender.worker_ids] == [OutcomeKind.APPLIED, (0, 1)]
 
 
-def test_g11_a_payload_in_the_stream_that_finds_no_memory_is_refused_and_the_link_goes_on(
+def test_g11_an_inline_payload_without_memory_is_refused_and_the_link_stays_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = Pair(MultiProcessWeightSyncScheme, model=large)
@@ -131,7 +131,7 @@ def test_g11_a_payload_in_the_stream_that_finds_no_memory_is_refused_and_the_lin
     pair.close()
 
 
-def test_a_payload_in_a_queue_that_finds_no_memory_is_reported_and_the_link_goes_on(
+def test_a_queue_payload_without_memory_is_untaken_and_the_next_one_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none_left(_: Any) -> Any:
@@ -156,7 +156,7 @@ def _limit(_: WorkerSetup, spare: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (hard if spare is None else used + spare, hard))
 
 
-def test_g11_a_worker_at_its_limit_of_memory_refuses_and_applies_once_it_has_some(crew: Crew) -> None:
+def test_g11_a_worker_at_its_memory_limit_refuses_and_applies_once_the_limit_is_lifted(crew: Crew) -> None:
     (worker,) = crew.start(SharedMemWeightSyncScheme())
     worker.do(join, huge)
     with SharedMemWeightSyncScheme() as scheme:

@@ -34,7 +34,7 @@ def no_threads() -> Iterator[None]:
         yield
 
 
-def test_g10_a_background_reader_that_cannot_start_says_so_and_starts_at_the_next_connect() -> None:
+def test_g10_a_background_reader_that_cannot_start_raises_and_starts_at_the_next_connect() -> None:
     pair = Pair(MultiProcessWeightSyncScheme)
     pair.sender.send_async()
     with no_threads(), pytest.raises(TransportError, match=f"The thread for the weightsync receiver .* {REASON}"):
@@ -98,7 +98,7 @@ class Silent:
         return True
 
 
-def test_a_receiver_whose_own_transports_thread_cannot_start_closes_and_another_listens() -> None:
+def test_a_user_transport_whose_thread_cannot_start_raises_and_another_can_be_registered() -> None:
     with MultiProcessWeightSyncScheme().create_receiver() as receiver:
         receiver.register_model(small())
         with no_threads(), pytest.raises(TransportError, match=f"The thread for the weightsync transport .* {REASON}"):
@@ -108,7 +108,7 @@ def test_a_receiver_whose_own_transports_thread_cannot_start_closes_and_another_
         assert not receiver.receive(timeout=0)
 
 
-def test_a_thread_for_jobs_that_could_not_start_starts_with_the_next_job() -> None:
+def test_a_job_thread_that_could_not_start_starts_with_the_next_job() -> None:
     thread, done = JobThread("weightsync jobs"), threading.Event()
     with no_threads(), pytest.raises(TransportError, match=f"The thread for weightsync jobs {REASON}"):
         thread.begin(done.set)

@@ -16,7 +16,7 @@ from weightsync.protocol.sender import LinkState
 from weightsync.transports.pipe.user_messages import UserMessages
 
 
-class Apart:
+class MismatchedModels:
     """A trainer with a sender for one model, and a worker with a receiver for another, over one pipe."""
 
     def __init__(self, scheme_class: Any) -> None:
@@ -46,8 +46,8 @@ class Apart:
 
 
 @pytest.fixture
-def apart(scheme_class: Any) -> Iterator[Apart]:
-    made = Apart(scheme_class)
+def mismatched(scheme_class: Any) -> Iterator[MismatchedModels]:
+    made = MismatchedModels(scheme_class)
     yield made
     made.close()
 
@@ -55,14 +55,14 @@ def apart(scheme_class: Any) -> Iterator[Apart]:
 REMARK = "the worker has a receiver of 'actor' over this connection, and none of 'policy' so far"
 
 
-def test_g11_another_models_handshake_is_answered_and_both_sides_are_told(
-    apart: Apart, caplog: pytest.LogCaptureFixture
+def test_g11_a_handshake_for_another_model_is_answered_and_reported_on_both_sides(
+    mismatched: MismatchedModels, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = apart.trainer.get_sender()
+    sender = mismatched.trainer.get_sender()
     with caplog.at_level(logging.WARNING, "weightsync"):
         sender.send_async()
         for _ in range(3):
-            apart.look()
+            mismatched.look()
         with pytest.raises(AckTimeoutError, match=REMARK) as caught:
             sender.wait_async(timeout=0)
         with pytest.raises(AckTimeoutError, match="never connected"):
@@ -91,88 +91,88 @@ class SendsOver(logging.Handler):
         self.waited.append(sending.is_alive())
 
 
-def test_a_log_handler_may_send_over_the_pipe_that_a_handshake_of_another_model_has_come_over(apart: Apart) -> None:
-    handler, log = SendsOver(apart.worker.get_receiver().pipe), logging.getLogger("weightsync")
-    apart.trainer.get_sender().send_async()
+def test_a_log_handler_may_send_over_the_pipe_of_a_handshake_for_another_model(mismatched: MismatchedModels) -> None:
+    handler, log = SendsOver(mismatched.worker.get_receiver().pipe), logging.getLogger("weightsync")
+    mismatched.trainer.get_sender().send_async()
     log.addHandler(handler)
     try:
-        apart.look()
+        mismatched.look()
     finally:
         log.removeHandler(handler)
 
     assert handler.waited == [False]
-    assert REMARK in apart.trainer.get_sender().pipe(0).recv()
+    assert REMARK in mismatched.trainer.get_sender().pipe(0).recv()
 
 
-def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(apart: Apart) -> None:
-    apart.serve_version_1()
-    sender, model = apart.trainer.get_sender(), small()
-    apart.first.close()
+def test_a_handshake_for_a_model_whose_receiver_was_closed_is_answered_and_kept(mismatched: MismatchedModels) -> None:
+    mismatched.serve_version_1()
+    sender, model = mismatched.trainer.get_sender(), small()
+    mismatched.first.close()
     sender.poll()
-    sender.add_worker(0, apart.ours)
+    sender.add_worker(0, mismatched.ours)
     for _ in range(2):
-        apart.look()
+        mismatched.look()
     with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {REMARK}"):
         sender.await_workers(timeout=0)
-    apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
-    assert apart.later.get_receiver().receive(timeout=0)
+    mismatched.later.init_on_worker("policy", pipe=mismatched.theirs, model=model)
+    assert mismatched.later.get_receiver().receive(timeout=0)
     assert constants(model) == {1.0}
 
 
-def test_a_worker_that_is_removed_and_added_again_at_once_is_served_over_its_next_receiver(apart: Apart) -> None:
+def test_a_worker_removed_and_added_again_at_once_is_updated_by_its_next_receiver(mismatched: MismatchedModels) -> None:
     """Both models share the pipe, so that the goodbye and the next handshake are read together."""
-    apart.serve_version_1()
-    sender, model = apart.trainer.get_sender(), small()
+    mismatched.serve_version_1()
+    sender, model = mismatched.trainer.get_sender(), small()
     sender.remove_worker(0)
-    sender.add_worker(0, apart.ours)
+    sender.add_worker(0, mismatched.ours)
     with pytest.raises(SenderClosed):
-        apart.first.get_receiver().receive(timeout=PATIENCE)
-    apart.first.close()
-    apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
+        mismatched.first.get_receiver().receive(timeout=PATIENCE)
+    mismatched.first.close()
+    mismatched.later.init_on_worker("policy", pipe=mismatched.theirs, model=model)
 
-    assert apart.later.get_receiver().receive(timeout=PATIENCE)
+    assert mismatched.later.get_receiver().receive(timeout=PATIENCE)
     assert constants(model) == {1.0}
 
 
-def test_an_ack_that_was_in_flight_to_a_removed_worker_connects_no_later_one(apart: Apart) -> None:
-    apart.serve_version_1()
-    sender = apart.trainer.get_sender()
+def test_an_ack_in_flight_from_a_removed_worker_does_not_connect_its_new_link(mismatched: MismatchedModels) -> None:
+    mismatched.serve_version_1()
+    sender = mismatched.trainer.get_sender()
     sender.send_async()
-    assert apart.first.get_receiver().receive(timeout=PATIENCE)
+    assert mismatched.first.get_receiver().receive(timeout=PATIENCE)
     sender.remove_worker(0)
-    sender.add_worker(0, apart.ours)
+    sender.add_worker(0, mismatched.ours)
     sender.poll()
 
     assert sender.workers[0].link_state is LinkState.EXPECTED
 
 
-def test_a_rendez_vous_with_a_worker_of_another_model_says_so(apart: Apart) -> None:
-    apart.look()
+def test_await_workers_reports_a_worker_with_another_model(mismatched: MismatchedModels) -> None:
+    mismatched.look()
     with pytest.raises(AckTimeoutError, match=f"have not connected. Worker 0: {REMARK}"):
-        apart.trainer.get_sender().await_workers(timeout=0)
+        mismatched.trainer.get_sender().await_workers(timeout=0)
 
 
-def test_a_model_that_is_registered_after_its_handshake_was_answered_is_served_all_the_same(apart: Apart) -> None:
-    sender, model = apart.trainer.get_sender(), small()
+def test_a_model_registered_after_its_handshake_was_answered_is_updated(mismatched: MismatchedModels) -> None:
+    sender, model = mismatched.trainer.get_sender(), small()
     sender.send_async()
-    apart.look()
+    mismatched.look()
     sender.poll()
-    apart.later.init_on_worker("policy", pipe=apart.theirs, model=model)
-    assert apart.later.get_receiver().receive(timeout=0)
+    mismatched.later.init_on_worker("policy", pipe=mismatched.theirs, model=model)
+    assert mismatched.later.get_receiver().receive(timeout=0)
 
     assert sender.wait_async(timeout=PATIENCE).ok
     assert constants(model) == {1.0}
     assert sender._driver.remark(0) == ""
 
 
-def test_models_that_are_all_registered_before_anything_is_read_get_no_answer(
-    apart: Apart, caplog: pytest.LogCaptureFixture
+def test_models_registered_before_the_first_read_cause_no_remark(
+    mismatched: MismatchedModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "weightsync"):
-        apart.trainer.get_sender().send_async()
-        apart.later.init_on_worker("policy", pipe=apart.theirs, model=small())
-        apart.look()
-        assert apart.later.get_receiver().receive(timeout=0)
+        mismatched.trainer.get_sender().send_async()
+        mismatched.later.init_on_worker("policy", pipe=mismatched.theirs, model=small())
+        mismatched.look()
+        assert mismatched.later.get_receiver().receive(timeout=0)
 
-    assert apart.trainer.get_sender().wait_async(timeout=PATIENCE).ok
+    assert mismatched.trainer.get_sender().wait_async(timeout=PATIENCE).ok
     assert caplog.records == []

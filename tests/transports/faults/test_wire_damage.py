@@ -33,7 +33,7 @@ USER_MESSAGES = [
     b"x" * 100_000,
     ("update_weights", {"a": 1}),
 ]
-BY_HAND = pytest.mark.untraced("puts on the wire what no machine has said")
+BY_HAND = pytest.mark.untraced("writes messages that no machine has sent")
 
 
 @pytest.fixture(params=[small, large], ids=["inline", "segment"])
@@ -71,7 +71,7 @@ def test_user_messages_are_kept_in_order_and_returned_unchanged(pair: Pair) -> N
     assert not pair.sender.pipe(0).poll()
 
 
-def test_messages_through_the_links_reach_a_user_who_reads_through_the_links(pair: Pair) -> None:
+def test_user_messages_sent_through_links_are_received_through_links(pair: Pair) -> None:
     for message in USER_MESSAGES:
         pair.sender.pipe(0).send(message)
         pair.receiver.pipe.send(message)
@@ -81,7 +81,7 @@ def test_messages_through_the_links_reach_a_user_who_reads_through_the_links(pai
     assert [pair.sender.pipe(0).recv() for _ in USER_MESSAGES] == USER_MESSAGES
 
 
-def test_a_user_pickle_is_never_unpickled_by_us(pair: Pair) -> None:
+def test_a_user_pickle_is_unpickled_only_by_the_users_recv(pair: Pair) -> None:
     raw(pair.pipes[0][0]).send_bytes(pickle.dumps(_Bomb()))
     assert pair.sync().ok
     assert pair.receiver.pipe.poll()
@@ -95,7 +95,7 @@ class _Bomb:
         return divmod, (1, 0)
 
 
-def test_the_users_last_words_survive_the_end_of_the_link(pair: Pair) -> None:
+def test_user_messages_are_readable_after_the_end_of_the_link(pair: Pair) -> None:
     pair.sync()
     pair.sender.pipe(0).send("stop")
     pair.scheme.close()
@@ -166,7 +166,7 @@ def test_a_damaged_frame_to_a_worker_is_a_protocol_error_with_its_bytes(sized: P
 
 
 @pytest.mark.parametrize("case", list(DAMAGED))
-def test_a_damaged_frame_to_the_trainer_loses_that_worker_alone(three: Pair, case: str) -> None:
+def test_a_damaged_frame_to_the_trainer_loses_only_that_worker(three: Pair, case: str) -> None:
     three.sync()
     write(three.pipes[1][1], DAMAGED[case])
     filled(three.source, 2.0)
@@ -187,7 +187,7 @@ def test_another_protocol_version_is_named_in_the_error(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("side", ["worker", "trainer"])
-def test_a_frame_cut_by_the_death_of_its_writer(scheme_class: Any, side: str) -> None:
+def test_a_frame_cut_by_the_death_of_its_writer_ends_the_link(scheme_class: Any, side: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     half = framed(codec.encode(hello()))[:40]
     with scheme_class() as scheme:
@@ -206,7 +206,7 @@ def test_a_frame_cut_by_the_death_of_its_writer(scheme_class: Any, side: str) ->
 
 
 @BY_HAND
-def test_frames_in_single_bytes_are_frames(pair: Pair) -> None:
+def test_a_frame_that_arrives_byte_by_byte_is_read(pair: Pair) -> None:
     ours, _ = pair.pipes[0]
     pair.sync()
     data = framed(codec.encode(Bye(model_id="policy", incarnation=pair.sender.incarnation, reason="by the byte")))
@@ -273,7 +273,7 @@ def test_an_ack_of_another_digest_loses_the_link(pair: Pair) -> None:
 
 @BY_HAND
 @pytest.mark.parametrize("change", [{"version": 1}, {"version": 3}, {"incarnation": 1}])
-def test_an_ack_of_anything_else_is_stale(pair: Pair, change: dict[str, int]) -> None:
+def test_an_ack_of_another_version_or_incarnation_is_stale(pair: Pair, change: dict[str, int]) -> None:
     pair.sync()
     pair.sender.send_async()
     answer(pair, Ack(**{"model_id": "policy", "incarnation": pair.sender.incarnation, "version": 2, **change}))
@@ -376,7 +376,7 @@ def test_an_update_of_another_layout_is_refused_with_the_differences(pair: Pair)
     assert (pair.receiver.version, constants(pair.model)) == (1, {1.0})
 
 
-def test_an_older_trainer_is_fenced_and_told_above_whom_to_rise(scheme_class: Any) -> None:
+def test_an_older_trainer_is_fenced_and_can_return_with_the_reported_fence(scheme_class: Any) -> None:
     (old, first), (new, second), (again, third) = (multiprocessing.Pipe() for _ in range(3))
     schemes = [scheme_class() for _ in range(4)]
     older, newer, back, worker = schemes

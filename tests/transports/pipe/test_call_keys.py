@@ -120,7 +120,7 @@ def sync(sender: WeightSender, receiver: Any, weights: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("model", [small, large])
-def test_weights_travel_by_calls_under_a_key(calls: Calls, model: Any) -> None:
+def test_weights_sent_over_calls_with_a_key_are_sealed_and_applied(calls: Calls, model: Any) -> None:
     destination = model()
     with worker("k", destination) as receiver, trainer("k", destination) as sender:
         for fill in (1.0, 2.0):
@@ -134,7 +134,7 @@ def test_weights_travel_by_calls_under_a_key(calls: Calls, model: Any) -> None:
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize(("make", "kind"), [(small, OutcomeKind.APPLIED), (large, OutcomeKind.REFUSED)])
-def test_a_worker_that_is_called_over_a_replaced_link_first_answers_over_the_newest_in_the_same_call(
+def test_one_receive_answers_on_the_newest_link_even_if_a_replaced_link_called_first(
     calls: Calls, key: str | None, make: Any, kind: OutcomeKind
 ) -> None:
     del calls
@@ -149,9 +149,7 @@ def test_a_worker_that_is_called_over_a_replaced_link_first_answers_over_the_new
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_a_link_that_was_replaced_before_its_worker_had_proof_is_no_link_of_that_worker_any_more(
-    calls: Calls, key: str | None
-) -> None:
+def test_a_link_replaced_before_its_proof_leaves_no_link_at_the_worker(calls: Calls, key: str | None) -> None:
     """The replaced link's goodbye comes without a handshake, and must not leave the worker waiting for that link."""
     with worker(key, small()) as receiver:
         with trainer(key, small()) as sender:
@@ -184,7 +182,7 @@ def test_a_transport_has_the_key_of_the_scheme_that_made_it(calls: Calls) -> Non
     takes.close()
 
 
-def test_what_was_sent_before_anybody_listens_is_met_under_a_key(calls: Calls) -> None:
+def test_an_update_sent_before_the_receiver_listens_is_applied_under_a_key(calls: Calls) -> None:
     with trainer("k", small()) as sender:
         sender.send_async(filled(small(), 3.0))
         with worker("k", small()) as receiver:
@@ -200,7 +198,7 @@ def test_what_was_sent_before_anybody_listens_is_met_under_a_key(calls: Calls) -
         ("k", None, "has no key, and this process has one"),
     ],
 )
-def test_g4_a_caller_under_another_key_has_no_effect_and_is_told_why(
+def test_g4_a_caller_with_another_key_has_no_effect_and_is_told_the_reason(
     calls: Calls, caplog: pytest.LogCaptureFixture, ours: str | None, theirs: str | None, reason: str
 ) -> None:
     with worker(theirs, small()) as receiver, trainer(theirs, small()) as sender:
@@ -215,7 +213,7 @@ def test_g4_a_caller_under_another_key_has_no_effect_and_is_told_why(
         assert sync(sender, receiver, filled(small(), 2.0)).version == 2
 
 
-def test_a_payload_that_was_changed_on_its_way_is_not_believed(calls: Calls) -> None:
+def test_a_payload_changed_in_transit_is_not_applied(calls: Calls) -> None:
     def change(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         *rest, payload = arguments
         return (*rest, None if not isinstance(payload, torch.Tensor) else payload + 1)
@@ -229,7 +227,7 @@ def test_a_payload_that_was_changed_on_its_way_is_not_believed(calls: Calls) -> 
         assert receiver.version == 1
 
 
-def test_a_stranger_cannot_hang_a_links_calls_up(calls: Calls) -> None:
+def test_an_unauthenticated_hang_up_does_not_end_the_calls_of_a_link(calls: Calls) -> None:
     with worker("k", small()) as receiver, trainer("k", small()) as sender:
         sync(sender, receiver, filled(small(), 1.0))
         link, _ = calls.made[0]
@@ -258,7 +256,7 @@ def call_server() -> Iterator[tuple[CallServer, list[Any]]]:
         link.close()
 
 
-def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: tuple[CallServer, list[Any]]) -> None:
+def test_a_call_is_held_until_its_sender_has_answered_the_challenge(call_server: tuple[CallServer, list[Any]]) -> None:
     opened, links = call_server
     seal = KeyedSeal(KEY, LINK, "the worker")
     challenge = opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0)
@@ -279,7 +277,7 @@ def test_a_call_is_kept_until_its_sender_has_proved_that_it_lives(call_server: t
 
 
 @pytest.mark.parametrize("how", [CallServer.submit, CallServer.hang_up])
-def test_a_goodbye_is_read_after_calls_that_its_sender_proves_only_with_it(
+def test_a_goodbye_that_proves_its_sender_delivers_the_held_calls_before_it(
     call_server: tuple[CallServer, list[Any]], caplog: pytest.LogCaptureFixture, how: Callable[..., Any]
 ) -> None:
     """The sender repeats no call once its link is closed, or its goodbye overtakes the repeated call."""
@@ -297,7 +295,7 @@ def test_a_goodbye_is_read_after_calls_that_its_sender_proves_only_with_it(
     assert "turned away" not in caplog.text
 
 
-def test_a_last_call_is_not_lost_whose_senders_proof_comes_in_another_thread_meanwhile(
+def test_a_hang_up_call_is_not_lost_when_the_proof_arrives_concurrently(
     call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, links = call_server
@@ -320,7 +318,7 @@ def test_a_last_call_is_not_lost_whose_senders_proof_comes_in_another_thread_mea
     assert [received.message for received in link.receive()] == [hello(), goodbye]
 
 
-def test_calls_that_are_recorded_and_made_again_bring_nothing(call_server: tuple[CallServer, list[Any]]) -> None:
+def test_replayed_calls_deliver_nothing(call_server: tuple[CallServer, list[Any]]) -> None:
     opened, links = call_server
     seal = KeyedSeal(KEY, LINK, "the worker")
     early = Parcel(LINK.name, 0, seal.frame(0, hello(), None))
@@ -345,7 +343,7 @@ def test_calls_that_are_recorded_and_made_again_bring_nothing(call_server: tuple
     stop()
 
 
-def test_a_sender_without_a_key_is_told_of_a_worker_that_has_one(call_server: tuple[CallServer, list[Any]]) -> None:
+def test_a_sender_without_a_key_is_told_that_the_worker_has_one(call_server: tuple[CallServer, list[Any]]) -> None:
     opened, links = call_server
     seal = NoSeal("the worker")
 
@@ -354,7 +352,7 @@ def test_a_sender_without_a_key_is_told_of_a_worker_that_has_one(call_server: tu
     assert links == []
 
 
-def test_calls_that_came_before_a_key_was_known_are_not_met_under_it() -> None:
+def test_waiting_calls_without_a_key_are_refused_once_a_receiver_with_a_key_listens() -> None:
     made, links = CallServer("policy"), []
     answer = made.submit(Parcel("c", 0, NoSeal("the worker").frame(0, hello(), None)))
 
@@ -364,7 +362,7 @@ def test_calls_that_came_before_a_key_was_known_are_not_met_under_it() -> None:
     assert "another key" in str(answer.exception(timeout=0))
 
 
-def test_a_call_that_was_let_through_as_a_receiver_with_a_key_begins_to_listen_is_checked_again(
+def test_a_call_admitted_while_a_receiver_with_a_key_starts_to_listen_is_checked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call_server, given, opened = CallServer("policy", "calls", str), list[Link](), module_of_servers.opened

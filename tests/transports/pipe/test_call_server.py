@@ -87,7 +87,7 @@ def test_calls_from_many_threads_all_arrive_once_and_in_order(opened: Any) -> No
     assert len(links) == 1
 
 
-def test_an_answer_goes_home_with_the_oldest_call_that_has_had_none(opened: Any) -> None:
+def test_an_answer_is_returned_by_the_oldest_unanswered_call(opened: Any) -> None:
     call_server, links = opened
     first, second = call_server.submit(parcel(0)), call_server.submit(parcel(1))
     (link,) = links
@@ -100,7 +100,7 @@ def test_an_answer_goes_home_with_the_oldest_call_that_has_had_none(opened: Any)
     assert answers(call_server.submit(parcel(2))) == [ack(3)]
 
 
-def test_a_call_that_comes_again_gets_the_answer_of_its_first_time_and_is_delivered_once(opened: Any) -> None:
+def test_a_repeated_call_gets_the_same_answer_and_is_delivered_once(opened: Any) -> None:
     call_server, links = opened
     waiting = call_server.submit(parcel(0))
     again = call_server.submit(parcel(0))
@@ -130,7 +130,7 @@ def test_a_malformed_call_fails_and_is_reported_after_earlier_messages(opened: A
             link.receive()
 
 
-def test_an_update_that_comes_without_its_bytes_is_malformed(opened: Any) -> None:
+def test_an_update_without_its_payload_bytes_is_malformed(opened: Any) -> None:
     call_server, links = opened
     with pytest.raises(ProtocolError, match="without its 9 bytes"):
         call_server.submit(parcel(0, nbytes=9, payload=b"short"))
@@ -139,7 +139,7 @@ def test_an_update_that_comes_without_its_bytes_is_malformed(opened: Any) -> Non
         links[0].receive()
 
 
-def test_when_the_link_is_given_up_no_call_waits_for_an_answer_that_never_comes(opened: Any) -> None:
+def test_closing_a_link_fails_its_pending_and_later_calls(opened: Any) -> None:
     call_server, links = opened
     calls = [call_server.submit(parcel(number)) for number in range(3)]
     links[0].close()
@@ -151,7 +151,7 @@ def test_when_the_link_is_given_up_no_call_waits_for_an_answer_that_never_comes(
         call_server.submit(parcel(3))
 
 
-def test_a_goodbye_goes_home_with_one_call_and_the_others_go_home_too(opened: Any) -> None:
+def test_a_goodbye_is_returned_by_one_pending_call_and_the_others_return_empty(opened: Any) -> None:
     call_server, links = opened
     calls = [call_server.submit(parcel(number)) for number in range(3)]
     bye = Bye(model_id="m", incarnation=1)
@@ -161,7 +161,7 @@ def test_a_goodbye_goes_home_with_one_call_and_the_others_go_home_too(opened: An
     assert [answers(call) for call in calls] == [[bye], [], []]
 
 
-def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
+def test_a_goodbye_without_a_pending_call_answers_the_next_call(opened: Any) -> None:
     call_server, links = opened
     links_first = call_server.submit(parcel(0))
     (link,) = links
@@ -176,7 +176,7 @@ def test_a_goodbye_that_no_call_took_home_answers_the_next(opened: Any) -> None:
         call_server.submit(parcel(2))
 
 
-def test_the_last_words_of_an_old_link_are_kept_although_many_younger_ones_have_ended_before_it(opened: Any) -> None:
+def test_the_goodbye_of_an_old_link_is_kept_after_many_newer_links_have_ended(opened: Any) -> None:
     """Many younger links end, for example, if a former trainer tries again and again to come back."""
     call_server, links = opened
     answer = call_server.submit(parcel(0))
@@ -194,7 +194,7 @@ def test_the_last_words_of_an_old_link_are_kept_although_many_younger_ones_have_
     assert len(call_server._links) == 64 + 1
 
 
-def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> None:
+def test_a_released_call_returns_at_once_and_a_later_answer_is_returned_by_the_next_call(opened: Any) -> None:
     call_server, links = opened
     call = call_server.submit(parcel(0))
     call_server.release(parcel(0))
@@ -205,7 +205,7 @@ def test_a_released_call_goes_home_with_what_there_is_to_say(opened: Any) -> Non
     assert answers(call_server.submit(parcel(1))) == [ack(7)]
 
 
-def test_after_a_senders_goodbye_no_call_of_its_link_waits_not_even_one_that_comes_later(opened: Any) -> None:
+def test_after_a_senders_goodbye_earlier_and_later_calls_of_its_link_return_empty(opened: Any) -> None:
     call_server, _ = opened
     early = call_server.submit(parcel(0))
     call_server.hang_up(Parcel("a", 2, codec.encode(Bye(model_id="m", incarnation=1))))
@@ -253,7 +253,7 @@ def test_no_call_of_a_link_is_processed_before_the_receiver_has_the_link(early: 
     stops[0]()
 
 
-def test_calls_that_come_before_anybody_listens_wait_at_the_call_server() -> None:
+def test_calls_made_before_a_receiver_listens_wait_at_the_call_server() -> None:
     call_server, links = CallServer("m"), []
     early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))
     stop = call_server.open(links.append)
@@ -273,7 +273,7 @@ def test_calls_that_come_before_anybody_listens_wait_at_the_call_server() -> Non
         link.close()
 
 
-def test_a_receiver_that_is_dropped_listens_no_more_and_its_links_end_once_another_listens() -> None:
+def test_a_dropped_receiver_stops_listening_and_its_links_end_when_another_listens() -> None:
     call_server, links, later = CallServer("m"), [], []
     stop = call_server.open(links.append)
     waiting = call_server.submit(parcel(0))
@@ -291,7 +291,7 @@ def test_a_receiver_that_is_dropped_listens_no_more_and_its_links_end_once_anoth
     later[0].close()
 
 
-def test_another_receiver_over_rpc_takes_the_place_of_one_that_was_dropped() -> None:
+def test_a_new_receiver_over_rpc_replaces_a_dropped_one() -> None:
     first = RPCWeightSyncScheme()
     first.init_on_worker("dropped", model=nn.Linear(2, 2))
     del first
@@ -300,7 +300,7 @@ def test_another_receiver_over_rpc_takes_the_place_of_one_that_was_dropped() -> 
         another.init_on_worker("dropped", model=nn.Linear(2, 2))
 
 
-def test_a_call_that_will_never_come_is_waited_for_no_longer(opened: Any) -> None:
+def test_a_skipped_call_is_no_longer_awaited(opened: Any) -> None:
     call_server, links = opened
     call_server.submit(parcel(0))
     call_server.submit(parcel(2))
@@ -312,7 +312,7 @@ def test_a_call_that_will_never_come_is_waited_for_no_longer(opened: Any) -> Non
     assert not call_server.awaits_turn(parcel(2))
 
 
-def test_calls_far_ahead_of_those_before_them_are_refused_and_not_kept(opened: Any) -> None:
+def test_calls_too_far_ahead_of_the_awaited_number_are_refused_and_not_kept(opened: Any) -> None:
     call_server, links = opened
     call_server.submit(parcel(0))
     with pytest.raises(ProtocolError, match="call 1 is awaited"):
@@ -322,7 +322,7 @@ def test_calls_far_ahead_of_those_before_them_are_refused_and_not_kept(opened: A
     assert brought(links[0]) == [0, 1]
 
 
-def test_a_receivers_words_carry_no_payload(opened: Any) -> None:
+def test_a_message_with_a_payload_from_the_receiver_is_refused(opened: Any) -> None:
     call_server, links = opened
     call_server.submit(parcel(0))
 
@@ -330,7 +330,7 @@ def test_a_receivers_words_carry_no_payload(opened: Any) -> None:
         links[0].send(ack(1), object())
 
 
-def test_a_dead_sender_ends_the_link_after_its_last_words(opened: Any) -> None:
+def test_a_dead_sender_ends_the_link_after_its_last_messages(opened: Any) -> None:
     call_server, links = opened
     call_server.submit(parcel(0))
     pid, started = own_identity()
@@ -341,7 +341,7 @@ def test_a_dead_sender_ends_the_link_after_its_last_words(opened: Any) -> None:
         links[0].receive()
 
 
-def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) -> None:
+def test_closing_an_inherited_link_in_a_forked_child_answers_no_call(opened: Any) -> None:
     call_server, links = opened
     call = call_server.submit(parcel(0))
     pid = os.fork()
@@ -358,7 +358,7 @@ def test_what_a_forked_child_inherits_is_closed_and_answers_nobody(opened: Any) 
     assert brought(links[0]) == [0]
 
 
-def test_a_malformed_call_that_waits_is_reported_to_its_caller_and_no_receiver_meets_its_link() -> None:
+def test_a_malformed_waiting_call_fails_and_its_link_is_not_given_to_a_receiver() -> None:
     call_server, links = CallServer("m"), []
     early = call_server.submit(parcel(0)), call_server.submit(parcel(0, link="b"))
     for bad in (Parcel("a", 1, b"nonsense" * 20), Parcel("c", 0, codec.encode(ack(1)))):
@@ -376,7 +376,7 @@ def test_a_malformed_call_that_waits_is_reported_to_its_caller_and_no_receiver_m
     links[0].close()
 
 
-def test_what_senders_of_models_that_nobody_received_leave_behind_does_not_grow() -> None:
+def test_call_servers_of_models_without_a_receiver_are_bounded_in_number() -> None:
     """A worker may outlive thousands of trainers, and must not keep a call server for each model id they named."""
     servers, bye = _CallServers(), Parcel("a", 1, codec.encode(Bye(model_id="m", incarnation=1)))
     waiting, opened = servers.of("waiting"), servers.of("opened")
@@ -395,7 +395,7 @@ def test_what_senders_of_models_that_nobody_received_leave_behind_does_not_grow(
     waiting.hang_up(bye)
 
 
-def test_a_receiver_connects_past_a_malformed_call_that_has_waited_for_it() -> None:
+def test_a_receiver_connects_despite_a_malformed_call_waiting_for_it() -> None:
     call_server, scheme = call_server_of("past a malformed call"), RPCWeightSyncScheme()
     with pytest.raises(ProtocolError):
         call_server.submit(Parcel("bad", 0, b"nonsense" * 20))

@@ -61,7 +61,7 @@ def versions(link: CallLink) -> list[int]:
     return [one.message.version for one in link.receive()]
 
 
-def test_answers_come_in_the_order_of_the_calls_whichever_is_over_first(linked: Any) -> None:
+def test_answers_are_received_in_call_order_whichever_call_ends_first(linked: Any) -> None:
     link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
@@ -93,7 +93,7 @@ def test_a_call_that_fails_is_reported_at_once_after_earlier_messages(linked: An
     assert raised.value is error or raised.value.__cause__ is error
 
 
-def test_no_answer_is_taken_from_behind_a_call_that_has_failed(linked: Any) -> None:
+def test_answers_of_calls_after_a_failed_call_are_dropped(linked: Any) -> None:
     link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
@@ -107,7 +107,7 @@ def test_no_answer_is_taken_from_behind_a_call_that_has_failed(linked: Any) -> N
 
 
 @pytest.mark.parametrize("last", [0, 2])
-def test_the_other_ends_close_is_reported_after_all_that_it_sent(linked: Any, last: int) -> None:
+def test_the_peers_close_is_reported_after_all_its_answers(linked: Any, last: int) -> None:
     link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
@@ -122,7 +122,7 @@ def test_the_other_ends_close_is_reported_after_all_that_it_sent(linked: Any, la
         link.receive()
 
 
-def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link_up(linked: Any) -> None:
+def test_a_transport_failure_is_reported_at_once_even_if_the_peer_closed_the_link(linked: Any) -> None:
     link, call_client = linked
     for version in (1, 2, 3):
         link.send(update(version))
@@ -133,7 +133,7 @@ def test_a_failure_of_the_way_does_not_wait_although_the_other_end_gave_the_link
         link.receive()
 
 
-def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link_is_closed(linked: Any) -> None:
+def test_a_specific_failure_is_reported_rather_than_that_the_link_was_closed(linked: Any) -> None:
     link, call_client = linked
     for version in (1, 2):
         link.send(update(version))
@@ -144,7 +144,7 @@ def test_of_several_failures_that_is_reported_which_says_more_than_that_the_link
         link.receive()
 
 
-def test_of_several_failures_the_first_calls_is_reported(linked: Any) -> None:
+def test_of_several_failures_that_of_the_first_call_is_reported(linked: Any) -> None:
     link, call_client = linked
     for version in (1, 2):
         link.send(update(version))
@@ -155,7 +155,7 @@ def test_of_several_failures_the_first_calls_is_reported(linked: Any) -> None:
         link.receive()
 
 
-def test_a_call_that_was_cancelled_is_a_dead_link(linked: Any) -> None:
+def test_a_cancelled_call_ends_the_link(linked: Any) -> None:
     link, call_client = linked
     link.send(update(1))
     call_client.calls[0].cancel()
@@ -164,7 +164,7 @@ def test_a_call_that_was_cancelled_is_a_dead_link(linked: Any) -> None:
         link.receive()
 
 
-def test_a_payload_stays_pinned_until_its_call_is_over_even_after_the_close(linked: Any) -> None:
+def test_a_payload_stays_pinned_until_its_call_ends_even_after_close(linked: Any) -> None:
     link, call_client = linked
     over, late, refused = Buffer(4), Buffer(4), Buffer(4)
     link.send(update(1, 4), over)
@@ -192,7 +192,7 @@ def test_an_update_without_its_bytes_is_refused_and_no_call_begun(linked: Any) -
     assert call_client.calls == []
 
 
-def test_a_closed_link_is_closed(linked: Any) -> None:
+def test_close_is_idempotent_and_a_closed_link_raises_on_use(linked: Any) -> None:
     link, _ = linked
     link.close()
     link.close()
@@ -203,7 +203,7 @@ def test_a_closed_link_is_closed(linked: Any) -> None:
             use()
 
 
-def test_a_dead_process_ends_the_link_after_its_last_words(linked: Any) -> None:
+def test_a_dead_process_ends_the_link_after_its_last_messages(linked: Any) -> None:
     link, call_client = linked
     link.send(Hello(model_id="m", incarnation=1))
     call_client.calls[0].set_result([ack(1)])
@@ -224,7 +224,7 @@ def test_a_process_that_cannot_be_watched_is_a_transport_error(linked: Any, monk
         linked[0].watch(*own_identity())
 
 
-def test_a_goodbye_comes_home_like_any_answer(linked: Any) -> None:
+def test_a_goodbye_is_received_like_any_answer(linked: Any) -> None:
     link, call_client = linked
     link.send(update(1))
     call_client.calls[0].set_result([ack(1), Bye(model_id="m", incarnation=1)])
@@ -232,7 +232,7 @@ def test_a_goodbye_comes_home_like_any_answer(linked: Any) -> None:
     assert [type(one.message) for one in link.receive()] == [Ack, Bye]
 
 
-def test_a_worker_that_is_added_again_meets_its_new_link_before_the_goodbye_of_the_old_one() -> None:
+def test_a_replaced_links_goodbye_is_sent_after_the_handshake_of_the_new_link() -> None:
     hello, bye = Hello(model_id="m", incarnation=1), Bye(model_id="m", incarnation=1)
     clients = [CallClient() for _ in range(4)]
     old, newer, newest, others = (
@@ -261,7 +261,7 @@ def test_a_worker_that_is_added_again_meets_its_new_link_before_the_goodbye_of_t
     assert not {worker for worker, _ in succession._unmet._links} & {"w", "v"}
 
 
-def test_a_link_that_was_dropped_before_its_handshake_keeps_no_goodbye_back() -> None:
+def test_a_link_dropped_before_its_handshake_does_not_delay_a_goodbye() -> None:
     """Such a link, for example of an unused copy of a sender, would leave the worker waiting for a closed sender."""
     call_client = CallClient()
     link = CallLink(call_client, "worker 4", worker="dropped")
@@ -276,7 +276,7 @@ def test_a_link_that_was_dropped_before_its_handshake_keeps_no_goodbye_back() ->
     link.close()
 
 
-def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_buffer():
+def test_over_rpc_a_payload_is_a_view_of_exactly_its_bytes_in_the_buffer():
     buffer = Buffer(64)
     buffer.view[:6] = b"policy"
     client = RpcCallClient(SimpleNamespace(name="w"), "m", "the worker")
@@ -287,7 +287,7 @@ def test_over_rpc_a_payload_is_its_own_bytes_in_place_and_no_more_of_a_larger_bu
     assert client._carried(ack(1), buffer)[1] is None
 
 
-def test_over_rpc_a_goodbye_after_rpc_was_shut_down_is_a_warning_that_says_what_to_call_first(monkeypatch, caplog):
+def test_over_rpc_a_goodbye_after_shutdown_warns_to_close_before_the_shutdown(monkeypatch, caplog):
     monkeypatch.setattr("weightsync.transports.rpc.is_initialised", lambda: False)
     client = RpcCallClient(SimpleNamespace(name="w"), "policy", "worker 0")
 

@@ -28,7 +28,7 @@ def _answered() -> Future[Any]:
 
 
 @pytest.mark.parametrize("call", [_refused, _answered])
-def test_a_thousand_calls_that_waited_for_one_and_end_at_once_all_end(call: Any) -> None:
+def test_a_thousand_waiting_calls_that_end_immediately_all_end(call: Any) -> None:
     in_turn, first = CallsInTurn("worker 0"), Future[Any]()
     in_turn.begin(lambda: first)
     waiting = [in_turn.begin(call) for _ in range(1000)]
@@ -40,7 +40,7 @@ def test_a_thousand_calls_that_waited_for_one_and_end_at_once_all_end(call: Any)
     assert in_turn.begin(lambda: last) is last
 
 
-def test_a_call_that_was_not_accepted_keeps_no_other_waiting() -> None:
+def test_a_call_that_could_not_begin_does_not_block_the_next() -> None:
     in_turn = CallsInTurn("worker 0")
     with pytest.raises(TransportError, match="no call was accepted"):
         in_turn.begin(_refused)
@@ -48,7 +48,7 @@ def test_a_call_that_was_not_accepted_keeps_no_other_waiting() -> None:
     assert in_turn.begin(_answered).done()
 
 
-def test_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
+def test_a_waiting_call_is_never_begun_once_its_link_is_closed() -> None:
     """A newer link may have delivered a newer version in the meantime."""
     in_turn, first, begun = CallsInTurn("worker 0"), Future[Any](), []
     in_turn.begin(lambda: first)
@@ -62,7 +62,7 @@ def test_a_call_that_waits_when_its_link_is_closed_is_never_begun() -> None:
         waiting.result(timeout=0)
 
 
-def test_nor_is_a_call_that_comes_after_the_close() -> None:
+def test_a_call_begun_after_the_close_raises_transport_error() -> None:
     """Such a call has waited until the worker said whether it has a weightsync receiver."""
     in_turn = CallsInTurn("worker 0")
     in_turn.close()
@@ -72,7 +72,7 @@ def test_nor_is_a_call_that_comes_after_the_close() -> None:
 
 
 @pytest.mark.parametrize("end", [lambda call: call.set_result([]), lambda call: call.set_exception(TransportError(""))])
-def test_a_call_waits_for_that_of_a_former_link_to_the_same_worker(end: Any) -> None:
+def test_a_call_waits_for_the_call_of_an_earlier_link_to_the_same_worker(end: Any) -> None:
     """In an async or threaded worker, the former link's call could overwrite the newer version with the older one."""
     former, others, newer, newest = (CallsInTurn("worker 0", worker) for worker in "wvww")
     slow, last = Future[Any](), Future[Any]()
@@ -82,7 +82,7 @@ def test_a_call_waits_for_that_of_a_former_link_to_the_same_worker(end: Any) -> 
     newer.close()
     answers = newest.begin(lambda: last)
     following = newest.begin(_answered)
-    assert others.begin(_answered).done(), "another worker's"
+    assert others.begin(_answered).done(), "a call to another worker must not wait"
     with pytest.raises(TransportError, match="link to worker 0 is closed"):
         replaced.result(timeout=0)
 
@@ -92,7 +92,7 @@ def test_a_call_waits_for_that_of_a_former_link_to_the_same_worker(end: Any) -> 
     assert (answers.result(timeout=0), following.result(timeout=0)) == (["applied"], [])
 
 
-def test_a_call_that_waited_for_a_former_link_is_waited_for_by_the_next_one() -> None:
+def test_a_newer_links_call_waits_for_a_call_that_itself_waited_for_an_older_link() -> None:
     former, newer, newest = (CallsInTurn("worker 0", "w") for _ in range(3))
     slow, begun = Future[Any](), []
     former.begin(lambda: slow)

@@ -134,7 +134,7 @@ class Row:
 
 
 @pytest.mark.parametrize("seeds", [range(40), range(40, 80)], ids=["these", "those"])
-def test_over_rows_of_messages_an_end_believes_what_the_model_says(seeds: range) -> None:
+def test_store_links_accept_exactly_the_envelopes_that_the_model_accepts(seeds: range) -> None:
     believed = 0
     for seed in seeds:
         walk = Row(seed)
@@ -268,7 +268,9 @@ class Calls:
 
 
 @pytest.mark.parametrize("seeds", [range(40), range(40, 80)], ids=["these", "those"])
-def test_over_calls_an_end_believes_what_the_model_says(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_accept_exactly_the_envelopes_that_the_model_accepts(
+    seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("weightsync.transports.calls.gates.logger.warning", _silent)
     believed = 0
     for seed in seeds:

@@ -46,7 +46,7 @@ def ends():
         end.close()
 
 
-def test_a_link_that_is_made_while_the_former_channel_is_freed_gets_a_channel_of_its_own(ends, monkeypatch):
+def test_a_link_created_while_the_old_channel_is_freed_gets_a_new_channel(ends, monkeypatch):
     """Another thread may create the link while the unused channel is freed, which takes several steps."""
     made, clear = [], Outflow.clear
 
@@ -68,7 +68,7 @@ def test_a_link_that_is_made_while_the_former_channel_is_freed_gets_a_channel_of
 # --------------------------------------------------------------------------------------- several models
 
 
-def test_each_link_gets_its_own_model_whoever_reads(linked, ends):
+def test_each_link_receives_the_messages_of_its_own_model_whichever_link_reads(linked, ends):
     actor, critic = linked("actor", ends), linked("critic", ends)
     for version in range(1, 4):
         actor[0].send(ack(version, "actor"))
@@ -78,7 +78,7 @@ def test_each_link_gets_its_own_model_whoever_reads(linked, ends):
     assert versions(critic[1]) == [11, 12, 13]
 
 
-def test_a_link_whose_frame_another_took_is_woken(linked, ends):
+def test_a_link_is_woken_when_another_link_has_read_its_frame(linked, ends):
     actor, critic = linked("actor", ends), linked("critic", ends)
     waker, ready = Waker(), []
     waiter = threading.Thread(target=lambda: ready.extend(wait(waker, [critic[1]], 10.0)))
@@ -92,7 +92,7 @@ def test_a_link_whose_frame_another_took_is_woken(linked, ends):
     assert wait(waker, [critic[1]], 0.0) == []
 
 
-def test_g10_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection(linked, ends):
+def test_g10_every_link_is_woken_when_one_reads_a_frame_that_ends_the_connection(linked, ends):
     actor, critic = linked("actor", ends), linked("critic", ends)
     os.write(ends[0].fileno(), struct.pack("!i", -2))
     with pytest.raises(ProtocolError):
@@ -103,7 +103,7 @@ def test_g10_every_link_is_woken_when_what_one_of_them_reads_ends_the_connection
         critic[1].receive()
 
 
-def test_two_threads_wait_for_two_models(linked, ends):
+def test_two_threads_can_wait_for_two_models_over_one_connection(linked, ends):
     pairs = {name: linked(name, ends) for name in ("actor", "critic")}
     heard = {name: [] for name in pairs}
 
@@ -141,7 +141,7 @@ def test_the_connection_closes_with_its_last_link(linked, ends):
             link.receive()
 
 
-def test_a_link_is_closed_for_good_though_another_keeps_the_connection_open(linked, ends):
+def test_a_closed_link_raises_on_use_even_if_another_keeps_the_connection_open(linked, ends):
     actor, _ = linked("actor", ends), linked("critic", ends)
     actor[0].close()
 
@@ -150,7 +150,7 @@ def test_a_link_is_closed_for_good_though_another_keeps_the_connection_open(link
             use()
 
 
-def test_a_frame_that_a_closed_link_began_is_finished_for_the_others(linked, ends):
+def test_an_unfinished_frame_of_a_closed_link_is_completed_for_the_other_links(linked, ends):
     actor = linked("actor", ends, payloads=Payloads.INLINE)
     critic = linked("critic", ends)
     buffer = Buffer(2**20)
@@ -186,7 +186,7 @@ def test_frames_for_a_model_not_yet_registered_are_kept_for_it(linked, ends):
         link.close()
 
 
-def test_frames_for_models_that_nobody_registers_are_bounded(linked, ends):
+def test_unclaimed_messages_are_bounded_and_the_error_names_their_model(linked, ends):
     first, second = linked("policy", ends)
     nobody = PipeLink(ends[0], "nobody")
     for version in range(1, MAX_UNCLAIMED + 2):
@@ -198,7 +198,7 @@ def test_frames_for_models_that_nobody_registers_are_bounded(linked, ends):
 
 
 @pytest.mark.parametrize("bound", [{"MAX_UNCLAIMED": 3}, {"MAX_KEPT_NBYTES": 2000}], ids=["count", "bytes"])
-def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes(linked, ends, monkeypatch, bound):
+def test_unclaimed_messages_are_bounded_by_count_and_by_bytes(linked, ends, monkeypatch, bound):
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
     _, second = linked("policy", ends)
@@ -213,9 +213,7 @@ def test_what_is_kept_for_models_without_a_link_is_bounded_by_count_and_by_bytes
 
 
 @pytest.mark.parametrize("bound", [{"MAX_USER_MESSAGES": 3}, {"MAX_KEPT_NBYTES": 3000}], ids=["count", "bytes"])
-def test_the_users_messages_that_nobody_reads_are_bounded_and_those_kept_still_come_out(
-    linked, ends, monkeypatch, bound
-):
+def test_unread_user_messages_are_bounded_and_the_kept_ones_remain_readable(linked, ends, monkeypatch, bound):
     for name, value in bound.items():
         monkeypatch.setattr(mailbox, name, value)
     first, second = linked("policy", ends)
@@ -260,7 +258,7 @@ def test_frames_for_a_model_whose_link_was_closed_are_dropped(linked, ends):
     ],
     ids=["a handshake", "its answer", "its refusal", "an end before its answer"],
 )
-def test_a_link_that_is_made_again_hears_nothing_that_was_in_flight_to_the_one_before(linked, ends, begins: Message):
+def test_a_new_link_does_not_receive_messages_in_flight_to_the_old_link(linked, ends, begins: Message):
     actor, critic = linked("actor", ends), linked("critic", ends)
     buffer = Buffer(100_000, Storage.SEGMENTS)
     critic[0].send(Update(model_id="critic", incarnation=1, version=1, layout_digest=b"", nbytes=100_000), buffer)
@@ -280,7 +278,7 @@ def test_a_link_that_is_made_again_hears_nothing_that_was_in_flight_to_the_one_b
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["after its goodbye", "unread"])
-def test_what_follows_a_goodbye_is_for_the_next_link_of_its_model(linked, ends, read: bool):
+def test_messages_after_a_goodbye_go_to_the_next_link_of_the_model(linked, ends, read: bool):
     actor, critic = linked("actor", ends), linked("critic", ends)
     buffer = Buffer(100_000, Storage.SEGMENTS)
     update = Update(model_id="critic", incarnation=1, version=4, layout_digest=b"", nbytes=100_000)
@@ -300,7 +298,7 @@ def test_what_follows_a_goodbye_is_for_the_next_link_of_its_model(linked, ends, 
     again.close()
 
 
-def test_a_link_that_stays_open_after_a_goodbye_hears_what_follows_it(linked):
+def test_a_link_kept_open_after_a_goodbye_receives_the_messages_after_it(linked):
     first, second = linked()
     first.send(Bye(model_id="policy", incarnation=1))
     first.send(hello(2))
@@ -313,7 +311,7 @@ def test_a_link_that_stays_open_after_a_goodbye_hears_what_follows_it(linked):
         second.receive()
 
 
-def test_a_handshake_that_a_closed_link_has_not_read_goes_with_it(linked, ends):
+def test_a_handshake_unread_by_a_closed_link_is_dropped(linked, ends):
     actor, critic = linked("actor", ends), linked("critic", ends)
     critic[0].send(hello(1, "critic"))
     assert versions(actor[1]) == []
@@ -324,7 +322,7 @@ def test_a_handshake_that_a_closed_link_has_not_read_goes_with_it(linked, ends):
     again.close()
 
 
-def test_the_answer_to_a_link_that_was_closed_is_kept_for_no_later_one(linked, ends):
+def test_a_handshake_answer_to_a_closed_link_is_not_kept_for_a_later_link(linked, ends):
     actor, critic = linked("actor", ends), linked("critic", ends)
     critic[1].close()
     critic[0].send(hello(1, "critic", fence=1))
@@ -336,7 +334,7 @@ def test_the_answer_to_a_link_that_was_closed_is_kept_for_no_later_one(linked, e
     again.close()
 
 
-def test_a_segment_for_a_model_that_nobody_registers_is_closed_with_the_connection(linked, ends):
+def test_a_segment_for_a_model_without_a_link_is_closed_with_the_connection(linked, ends):
     actor, buffer = linked("actor", ends), Buffer(100_000, Storage.SEGMENTS)
     nobody, inode = PipeLink(ends[0], "nobody"), os.fstat(buffer.segment.fd).st_ino
     nobody.send(Update(model_id="nobody", incarnation=1, version=1, layout_digest=b"", nbytes=100_000), buffer)
@@ -359,7 +357,7 @@ def descriptors_of(inode: int) -> list[int]:
     return found
 
 
-def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):
+def test_dropping_an_unclosed_link_leaves_the_connection_open(ends):
     link = PipeLink(ends[0], "policy")
     link.send(ack(1))
     del link
@@ -370,7 +368,7 @@ def test_a_link_that_is_dropped_unclosed_leaves_nothing(ends):
 # ------------------------------------------------------------------------------------------- user messages
 
 
-def test_the_users_messages_come_out_in_order_and_unchanged(linked, ends):
+def test_user_messages_are_received_in_order_and_unchanged(linked, ends):
     first, second = linked("policy", ends)
     objects = [{"a": 1}, b"bytes", "x" * 20_000, list(range(10_000)), None]
     for version, value in enumerate(objects, 1):
@@ -385,7 +383,7 @@ def test_the_users_messages_come_out_in_order_and_unchanged(linked, ends):
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_384, 16_385, 150_000])
-def test_a_plain_connection_and_ours_understand_each_other(ends, size):
+def test_user_messages_are_compatible_with_a_plain_connection(ends, size):
     link = PipeLink(ends[0], "policy")
     plain = ends[1]
     link.user.send_bytes(b"u" * size)
@@ -410,7 +408,7 @@ def test_user_pickles_are_not_unpickled_by_the_link(linked, ends):
         second.user.recv()
 
 
-def test_messages_that_begin_as_ours_are_refused_at_the_source(linked, ends):
+def test_user_messages_that_begin_like_weightsyncs_own_are_refused_on_send(linked, ends):
     first, second = linked("policy", ends)
     for ours in (b"WSYN and more", PREAMBLE):
         with pytest.raises(ConfigurationError, match="weightsync's own"):
@@ -419,14 +417,14 @@ def test_messages_that_begin_as_ours_are_refused_at_the_source(linked, ends):
     assert not second.user.poll()
 
 
-def test_a_reader_of_the_raw_pipe_is_told_where_to_read(linked, ends):
+def test_recv_on_the_raw_pipe_raises_with_advice_to_use_receiver_pipe(linked, ends):
     first, _ = linked("policy", ends)
     first.send(ack(1))
     with pytest.raises(ConfigurationError, match=r"receiver\.pipe\.recv\(\)"):
         ends[1].recv()
 
 
-def test_poll_waits_as_long_as_it_is_asked_to(linked, ends):
+def test_poll_waits_up_to_its_timeout(linked, ends):
     first, second = linked("policy", ends)
     begun = time.monotonic()
     assert not second.user.poll(0.05)
@@ -437,7 +435,7 @@ def test_poll_waits_as_long_as_it_is_asked_to(linked, ends):
     assert second.user.recv() == "late"
 
 
-def test_messages_of_ours_do_not_end_a_poll_for_the_users(linked, ends):
+def test_link_messages_do_not_end_a_poll_for_user_messages(linked, ends):
     first, second = linked("policy", ends)
     sending = threading.Timer(0.02, lambda: first.send(ack(1)))
     sending.start()
@@ -447,7 +445,7 @@ def test_messages_of_ours_do_not_end_a_poll_for_the_users(linked, ends):
     assert versions(second) == [1]
 
 
-def test_a_poll_is_woken_when_a_link_takes_the_users_message(linked, ends):
+def test_a_waiting_recv_is_woken_when_a_link_reads_the_user_message(linked, ends):
     first, second = linked("policy", ends)
     heard = []
     listener = threading.Thread(target=lambda: heard.append(second.user.recv()))
@@ -461,7 +459,7 @@ def test_a_poll_is_woken_when_a_link_takes_the_users_message(linked, ends):
     assert heard == ["mine"]
 
 
-def test_a_large_message_of_the_users_blocks_until_it_has_left(linked, ends):
+def test_sending_a_large_user_message_blocks_until_it_is_written(linked, ends):
     first, second = linked("policy", ends)
     big = os.urandom(3 * 2**20)
     sender = threading.Thread(target=lambda: first.user.send_bytes(big))
@@ -477,7 +475,7 @@ def test_a_large_message_of_the_users_blocks_until_it_has_left(linked, ends):
     assert heard == [1]
 
 
-def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(linked, ends):
+def test_user_recv_raises_eof_error_at_the_end_of_the_connection(linked, ends):
     first, second = linked("policy", ends)
     first.user.send("last")
     first.close()
@@ -491,7 +489,7 @@ def test_the_end_of_the_connection_is_the_end_of_file_for_the_user(linked, ends)
         second.user.send("nobody")
 
 
-def test_the_users_messages_survive_the_last_link(linked, ends):
+def test_unread_user_messages_survive_the_last_link(linked, ends):
     first, second = linked("policy", ends)
     user = second.user
     first.user.send("kept")
@@ -503,7 +501,7 @@ def test_the_users_messages_survive_the_last_link(linked, ends):
         user.recv()
 
 
-def test_the_users_messages_are_found_by_the_connection_alone_once_the_last_link_has_gone(ends):
+def test_user_messages_are_readable_from_the_connection_after_its_last_link_is_gone(ends):
     first, second = PipeLink(ends[0], "policy"), PipeLink(ends[1], "policy")
     first.user.send("stop")
     first.send(ack(1))
@@ -518,7 +516,7 @@ def test_the_users_messages_are_found_by_the_connection_alone_once_the_last_link
         UserMessages(Channel.of(ends[1])).recv()
 
 
-def test_the_users_messages_need_no_link(ends):
+def test_user_messages_need_no_link(ends):
     user = UserMessages(Channel.of(ends[0]))
     ends[1].send("before")
     assert user.recv() == "before"
@@ -529,7 +527,7 @@ def test_the_users_messages_need_no_link(ends):
     link.close()
 
 
-def test_a_last_word_gets_through_before_the_connection_closes(linked, ends):
+def test_a_goodbye_is_delivered_before_the_connection_closes(linked, ends):
     first, second = linked("policy", ends)
     first.send(Bye(model_id="policy", incarnation=1, reason="done"))
     first.close()
@@ -537,7 +535,7 @@ def test_a_last_word_gets_through_before_the_connection_closes(linked, ends):
     assert second.receive()[0].message.reason == "done"
 
 
-def test_a_segment_outlives_its_link_until_the_frame_that_carries_it_has_left(linked, ends):
+def test_a_segment_stays_open_until_its_frame_is_written_even_if_its_link_is_closed(linked, ends):
     first, second = linked("actor", ends, payloads=Payloads.INLINE), linked("critic", ends)
     big, buffer = Buffer(2**20), Buffer(100_000, Storage.SEGMENTS)
     buffer.view[:5] = b"hello"
@@ -555,7 +553,7 @@ def test_a_segment_outlives_its_link_until_the_frame_that_carries_it_has_left(li
     assert b"hello" == received[0].payload[:5]
 
 
-def test_a_user_message_that_is_dropped_as_another_thread_closes_the_link_is_not_taken_for_sent(
+def test_sending_a_user_message_raises_if_another_thread_closes_the_link_meanwhile(
     linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first, _), shipped = linked(), Channel.write

@@ -35,7 +35,7 @@ from weightsync.weights.layout import Layout
 WORDS = ["NaN", "-Infinity", "Infinity", "-1", "1e999", "1.5", "9" * 400, "9" * 5000, "null", "[]", "{}", "true", '"x"']
 
 
-def is_understood_or_refused(data: bytes) -> None:
+def check_is_decoded_or_refused(data: bytes) -> None:
     try:
         message = codec.decode(data)
     except ProtocolError:
@@ -44,12 +44,12 @@ def is_understood_or_refused(data: bytes) -> None:
 
 
 @given(strategies.messages, edits)
-def test_an_edited_frame_under_a_checksum_that_fits_is_understood_or_refused(message: Message, changes: Any) -> None:
+def test_an_edited_frame_with_a_valid_checksum_is_decoded_or_refused(message: Message, changes: Any) -> None:
     data = codec.encode(message)
     body = edited(data[codec.HEADER_NBYTES :], changes)
 
-    is_understood_or_refused(sealed(data[: codec.HEADER_NBYTES], body))
-    is_understood_or_refused(edited(data, changes))
+    check_is_decoded_or_refused(sealed(data[: codec.HEADER_NBYTES], body))
+    check_is_decoded_or_refused(edited(data, changes))
 
 
 TRACED = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -69,7 +69,7 @@ TRACED = f"00-{'a' * 32}-{'b' * 16}-01"
     ],
     ids=["empty", "cut", "no state", "no ascii", "too long", "upper case", "version ff", "a megabyte"],
 )
-def test_an_update_with_something_else_in_the_place_of_a_trace_context_is_refused(junk: bytes) -> None:
+def test_an_update_with_an_invalid_trace_context_is_refused(junk: bytes) -> None:
     update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", extras=b"x")
     data = codec.encode(update)
     head, body = data[: codec.HEADER_NBYTES], data[codec.HEADER_NBYTES :]
@@ -80,40 +80,38 @@ def test_an_update_with_something_else_in_the_place_of_a_trace_context_is_refuse
 
 
 @pytest.mark.parametrize("junk", ["x", TRACED[:-1], f"{TRACED}\n{'x' * 513}"])
-def test_no_update_is_encoded_with_what_is_no_trace_context(junk: str) -> None:
+def test_encoding_an_invalid_trace_context_raises_configuration_error(junk: str) -> None:
     update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", trace_context=junk)
     with pytest.raises(ConfigurationError, match="no trace context"):
         codec.encode(update)
 
 
 @given(strategies.messages, st.integers(16, 71), st.integers(0, 255))
-def test_an_edited_header_under_a_checksum_that_fits_is_understood_or_refused(
+def test_an_edited_header_with_a_valid_checksum_is_decoded_or_refused(
     message: Message, position: int, value: int
 ) -> None:
     data = codec.encode(message)
     head = data[:position] + bytes([value]) + data[position + 1 : codec.HEADER_NBYTES]
 
-    is_understood_or_refused(sealed(head, data[codec.HEADER_NBYTES :]))
+    check_is_decoded_or_refused(sealed(head, data[codec.HEADER_NBYTES :]))
 
 
 # ---------------------------------------------------------------------------------------- reports in an ack
 
 
 @given(strategies.reports, edits)
-def test_an_edited_report_is_understood_or_refused(report: SyncReport, changes: Any) -> None:
-    is_understood_or_refused(carrying(edited(report_codec.encode_report(report), changes)))
+def test_an_edited_report_is_decoded_or_refused(report: SyncReport, changes: Any) -> None:
+    check_is_decoded_or_refused(carrying(edited(report_codec.encode_report(report), changes)))
 
 
 @given(strategies.reports, st.integers(0, 2**16), st.sampled_from(WORDS))
-def test_a_report_with_another_value_somewhere_is_understood_or_refused(
-    report: SyncReport, which: int, word: str
-) -> None:
+def test_a_report_with_one_value_replaced_is_decoded_or_refused(report: SyncReport, which: int, word: str) -> None:
     text = report_codec.encode_report(report).decode()
     spots = [at for at in range(len(text)) if text[at - 2 : at] in (": ", ", ")]
     at = spots[which % len(spots)]
     end = min(position for sign in ",}]" if (position := text.find(sign, at)) >= 0)
 
-    is_understood_or_refused(carrying(f"{text[:at]}{word}{text[end:]}".encode()))
+    check_is_decoded_or_refused(carrying(f"{text[:at]}{word}{text[end:]}".encode()))
 
 
 REPORT = SyncReport(
@@ -146,7 +144,7 @@ NUMBERS = ["version", "incarnation", "nbytes", "pack_s", "outcomes.0.fence", "ou
 @pytest.mark.parametrize(
     "word", ["NaN", "Infinity", "-Infinity", "-1", "1e999", "9" * 400, "9" * 5000, "true", '"1"', "[]"]
 )
-def test_a_number_in_a_report_is_finite_and_in_its_range(field: str, word: str) -> None:
+def test_a_report_with_an_invalid_number_is_refused(field: str, word: str) -> None:
     with pytest.raises(ProtocolError):
         codec.decode(carrying(with_field(field, word)))
 
@@ -169,12 +167,12 @@ def test_a_number_in_a_report_is_finite_and_in_its_range(field: str, word: str) 
     ],
     ids=range(12),
 )
-def test_what_is_no_report_is_a_protocol_error(data: bytes) -> None:
+def test_a_malformed_report_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         codec.decode(carrying(data))
 
 
-def test_reports_are_nested_no_deeper_than_both_sides_can_follow() -> None:
+def test_reports_nested_deeper_than_the_limit_are_refused_at_both_ends() -> None:
     deepest = Ack(model_id="m", incarnation=1, version=1, nested=nested(MAX_DEPTH))
     assert codec.decode(codec.encode(deepest)) == deepest
     with pytest.raises(ConfigurationError, match="nested more than"):
@@ -201,7 +199,7 @@ def test_the_seconds_of_an_ack_are_finite_and_not_negative(seconds: float) -> No
     [Ack(model_id="m", incarnation=1, version=9), Update(model_id="m", incarnation=1, version=9, layout_digest=b"")],
     ids=["Ack", "Update"],
 )
-def test_no_version_is_neither_sent_nor_acked(message: Any) -> None:
+def test_version_0_in_an_update_or_ack_is_refused_at_both_ends(message: Any) -> None:
     head, body = bytearray(codec.encode(message))[: codec.HEADER_NBYTES], codec.encode(message)[codec.HEADER_NBYTES :]
     head[48:56] = bytes(8)
     with pytest.raises(ProtocolError, match="version 0 is below 1"):
@@ -221,7 +219,7 @@ def test_only_typed_errors_escape_a_decoder(decode: Callable[[bytes], None], see
     decode(data.draw(inputs(seeds)))
 
 
-def test_hypothesis_fuzzes_as_long_as_it_is_told_and_keeps_the_simplest_bytes_that_it_finds(tmp_path: Path) -> None:
+def test_the_fuzzer_runs_at_least_its_minimum_and_saves_the_simplest_failing_bytes(tmp_path: Path) -> None:
     def fails(data: bytes) -> None:
         if b"e" in data:
             raise OverflowError(data)
@@ -235,7 +233,7 @@ def test_hypothesis_fuzzes_as_long_as_it_is_told_and_keeps_the_simplest_bytes_th
 
 
 @pytest.mark.parametrize(("decode", "seeds"), DECODERS.values(), ids=DECODERS)
-def test_another_error_of_a_decoder_would_be_seen(
+def test_an_unexpected_error_of_a_decoder_escapes_to_the_fuzzer(
     decode: Callable[[bytes], None], seeds: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
@@ -255,14 +253,14 @@ anything = (
 
 
 @given(anything, st.none() | st.binary(max_size=40).map(memoryview))
-def test_what_a_call_brings_is_understood_or_refused(frame: Any, payload: memoryview | None) -> None:
+def test_a_call_with_an_arbitrary_frame_is_refused(frame: Any, payload: memoryview | None) -> None:
     brought = opened(Parcel("link", 0, frame, payload))
 
     assert isinstance(brought, ProtocolError)
 
 
 @given(strategies.hellos | strategies.updates, edits, st.none() | st.binary(max_size=40).map(memoryview))
-def test_an_edited_call_is_understood_or_refused(message: Message, changes: Any, payload: memoryview | None) -> None:
+def test_an_edited_call_is_decoded_or_refused(message: Message, changes: Any, payload: memoryview | None) -> None:
     data = codec.encode(message)
     brought = opened(Parcel("link", 0, sealed(data[:72], edited(data[72:], changes)), payload))
 
@@ -273,7 +271,7 @@ def test_an_edited_call_is_understood_or_refused(message: Message, changes: Any,
 @example([0])
 @example(["text"])
 @example([None])
-def test_what_a_call_brings_home_is_understood_or_refused(frames: Any) -> None:
+def test_an_arbitrary_result_of_a_call_has_no_messages_or_is_refused(frames: Any) -> None:
     try:
         assert decoded(frames) == []
     except ProtocolError:
@@ -284,7 +282,7 @@ def test_what_a_call_brings_home_is_understood_or_refused(frames: Any) -> None:
 @example([0])
 @example(["text"])
 @example([None])
-def test_what_a_call_under_a_key_brings_home_is_believed_or_refused(frames: Any) -> None:
+def test_an_arbitrary_result_of_a_call_with_a_key_has_no_messages_or_is_refused(frames: Any) -> None:
     seal = KeyedSeal(SharedKey(bytes(32)), Identity("ray", "policy", "0", "link"), "the worker")
     try:
         assert seal.brought(frames) == []
@@ -292,7 +290,7 @@ def test_what_a_call_under_a_key_brings_home_is_believed_or_refused(frames: Any)
         return
 
 
-def test_a_call_may_bring_its_payload_and_nothing_less() -> None:
+def test_a_calls_payload_is_cut_to_its_updates_size_and_refused_if_shorter() -> None:
     update = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=3)
 
     assert opened(Parcel("link", 0, codec.encode(update), memoryview(b"1234"))) == Received(update, memoryview(b"123"))

@@ -16,7 +16,7 @@ def _unsaid(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     monkeypatch.setattr(exposure, "_warning", exposure._Warning())
 
 
-def test_it_is_said_once_a_process_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exposed_link_is_logged_once_per_process_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     for link in ("The store at 10.0.0.7:1", "Another"):
         exposure.warn_exposed(link)
 
@@ -25,7 +25,7 @@ def test_it_is_said_once_a_process_and_says_what_to_do(caplog: pytest.LogCapture
     assert "WEIGHTSYNC_KEY" in record.getMessage()
 
 
-def test_a_forked_child_says_it_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forked_child_logs_the_warning_again(caplog: pytest.LogCaptureFixture) -> None:
     exposure.warn_exposed("The parent's")
     child = os.fork()
     if not child:
@@ -44,7 +44,7 @@ def test_a_port_is_exposed_where_it_listens_on_all_interfaces(address: str, expo
         assert exposure.is_exposed("127.0.0.1", listener.getsockname()[1]) is exposed
 
 
-def test_a_port_is_exposed_at_an_address_that_is_not_the_loopbacks() -> None:
+def test_a_port_is_exposed_at_a_non_loopback_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert exposure.is_exposed("192.0.2.1", port)

@@ -84,7 +84,9 @@ def test_calls_ahead_of_their_turn_are_bounded_by_bytes_too(
         opened.submit(parcel("a", 6, 10))
 
 
-def test_what_is_read_makes_room(call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_messages_makes_room_for_new_calls(
+    call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_link, "MAX_UNREAD_NBYTES", 10)
     opened, links = call_server
     for number in range(30):
@@ -92,7 +94,7 @@ def test_what_is_read_makes_room(call_server: tuple[CallServer, list[Any]], monk
         assert len(links[0].receive()) == 1
 
 
-def test_the_goodbye_of_a_link_that_there_was_no_room_for_is_refused_as_its_handshake_was(
+def test_the_goodbye_of_a_link_refused_for_lack_of_room_is_refused_like_its_handshake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "MAX_UNMET", 1)
@@ -107,7 +109,7 @@ def test_the_goodbye_of_a_link_that_there_was_no_room_for_is_refused_as_its_hand
     unopened.hang_up(Parcel("waits", 1, codec.encode(Bye(model_id="m", incarnation=1))))
 
 
-def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_refused(
+def test_only_the_last_ended_links_are_remembered_and_open_links_are_bounded(
     call_server: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_LINKS", 4)
@@ -130,7 +132,7 @@ def test_links_that_ended_are_forgotten_but_for_the_last_and_more_open_ones_are_
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["no key", "a key"])
-def test_what_waits_for_a_receiver_is_bounded_and_what_came_first_stays(
+def test_links_waiting_for_a_receiver_are_bounded_and_the_first_ones_are_kept(
     monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
     monkeypatch.setattr(server, "MAX_UNMET", 3)
@@ -186,7 +188,7 @@ def keyed() -> Iterator[tuple[CallServer, list[Any]]]:
         link.close()
 
 
-def test_recordings_that_are_kept_are_bounded_and_the_oldest_goes_first(
+def test_unproven_links_are_bounded_and_the_oldest_is_dropped_first(
     keyed: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "MAX_UNPROVEN", 3)
@@ -204,7 +206,7 @@ def test_recordings_that_are_kept_are_bounded_and_the_oldest_goes_first(
     assert len(link.receive()) == 1
 
 
-def test_a_stranger_hangs_no_kept_call_up(keyed: tuple[CallServer, list[Any]]) -> None:
+def test_an_unauthenticated_hang_up_does_not_end_a_held_call(keyed: tuple[CallServer, list[Any]]) -> None:
     opened, links = keyed
     lives = Sender(opened, "lives")
     lives.call()
@@ -215,7 +217,7 @@ def test_a_stranger_hangs_no_kept_call_up(keyed: tuple[CallServer, list[Any]]) -
     assert len(links[0].receive()) == 1
 
 
-def test_a_proof_of_a_sender_that_was_let_go_is_refused(
+def test_a_proof_from_a_dropped_unproven_sender_is_refused(
     keyed: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "MAX_UNPROVEN", 1)
@@ -267,7 +269,7 @@ def open_link() -> Iterator[Callable[[QueueChannel, str], QueueLink]]:
         link.close()
 
 
-def test_of_a_queue_no_more_is_read_than_its_reader_takes(
+def test_at_most_max_unread_messages_are_read_from_a_queue_at_once(
     inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queues, "MAX_UNREAD", 10)
@@ -308,7 +310,9 @@ def test_messages_for_models_without_a_link_are_bounded(
             link.receive()
 
 
-def test_objects_that_are_not_ours_are_bounded(inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_in_a_queue_that_are_not_weightsync_messages_are_bounded(
+    inbox: Inbox, open_link: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queues, "MAX_USER_MESSAGES", 4)
     link = open_link(inbox(), "m")
     inbox.items = ["an object"] * 5

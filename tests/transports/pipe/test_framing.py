@@ -43,7 +43,7 @@ def frame_of(control: bytes) -> bytes:
     return struct.pack("!i", len(framed)) + framed
 
 
-class Given:
+class OneReadSocket:
     """A fake socket with one read of the given bytes, ancillary data and flags."""
 
     def __init__(self, data: bytes, ancillary: Any = (), flags: int = 0) -> None:
@@ -82,7 +82,7 @@ def long(content: bytes) -> bytes:
 
 
 def read(data: bytes, ancillary: Any = (), flags: int = 0) -> Inflow:
-    inflow = Inflow(Given(data, ancillary, flags))  # type: ignore[arg-type]
+    inflow = Inflow(OneReadSocket(data, ancillary, flags))  # type: ignore[arg-type]
     inflow.read()
     return inflow
 
@@ -91,7 +91,7 @@ def rights(descriptors: list[int], behind: bytes = b"") -> tuple[int, int, bytes
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes() + behind
 
 
-def test_an_update_whose_descriptor_the_kernel_dropped_says_so_and_what_follows_is_read() -> None:
+def test_an_update_whose_descriptor_the_kernel_dropped_is_untaken_and_the_next_is_read() -> None:
     inflow = read(frame_of(codec.encode(UPDATE, 1, SLOT)) + frame_of(codec.encode(ACK)), flags=socket.MSG_CTRUNC)
 
     first, second = inflow.next(), inflow.next()
@@ -102,19 +102,19 @@ def test_an_update_whose_descriptor_the_kernel_dropped_says_so_and_what_follows_
 
 
 @pytest.mark.parametrize("content", [b"", PREAMBLE[:3], MAGIC[:1], b"x", b"y" * 100])
-def test_a_users_message_with_a_long_length_comes_out_once_its_last_byte_is_there(content: bytes) -> None:
+def test_a_user_message_with_an_8_byte_length_is_returned_after_its_last_byte(content: bytes) -> None:
     frame = long(content)
 
     assert read_in_pieces(frame) == [[UserMessage(bytearray(content))]]
     assert read_in_pieces(frame[:4], frame[4:-1], frame[-1:])[-1] == [UserMessage(bytearray(content))]
 
 
-def test_a_frame_of_ours_that_is_shorter_than_a_header_is_malformed_at_once() -> None:
+def test_a_weightsync_frame_shorter_than_a_header_is_refused_at_once() -> None:
     with pytest.raises(ProtocolError):
         read_in_pieces(long(PREAMBLE + b"x"))
 
 
-def test_a_frame_of_ours_that_ends_with_its_header_waits_for_nothing_more() -> None:
+def test_a_weightsync_frame_split_after_its_header_is_completed_by_its_body() -> None:
     control = codec.encode(ACK)
     frame = frame_of(control)
     start = len(frame) - len(control) + codec.HEADER_NBYTES
@@ -130,7 +130,7 @@ def test_a_frame_of_ours_that_ends_with_its_header_waits_for_nothing_more() -> N
         (codec.encode(UPDATE, 2, SLOT), "The peer passed 2 descriptors with a frame of Update"),
     ],
 )
-def test_a_frame_that_names_descriptors_that_are_not_its_own_is_malformed(frame: bytes, error: str) -> None:
+def test_a_frame_whose_descriptors_do_not_match_its_message_is_refused(frame: bytes, error: str) -> None:
     whole = frame_of(frame)
     for pieces in ((whole,), (whole[:-1], whole[-1:])):
         with pytest.raises(ProtocolError, match=error) as caught:
@@ -138,7 +138,7 @@ def test_a_frame_that_names_descriptors_that_are_not_its_own_is_malformed(frame:
         assert caught.value.unread[:4] == frame[:4]
 
 
-def test_a_payload_without_memory_is_skipped_and_what_follows_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_without_memory_is_skipped_and_the_next_frame_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(nbytes: int) -> Any:
         raise NoRoom(f"no memory for {nbytes} bytes")
 
@@ -153,7 +153,7 @@ def test_a_payload_without_memory_is_skipped_and_what_follows_arrives(monkeypatc
     assert found == [[], [], [skipped], [Frame(ACK, None, ())]]
 
 
-def test_what_names_memory_that_this_end_cannot_open_is_malformed() -> None:
+def test_a_slot_in_memory_that_this_end_cannot_open_is_a_protocol_error() -> None:
     segment, mapped = Segment(16), MappedSegments()
     on_device = SlotRef(segment=1, seal=b"s" * 16, device=b"d" * 16, nbytes=16)
     for slot, descriptors, error in (
@@ -178,7 +178,7 @@ def test_a_payload_that_is_larger_than_its_segment_is_malformed(monkeypatch: pyt
     theirs.close()
 
 
-def test_a_link_hands_on_why_a_segment_could_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_returns_the_reason_why_a_segment_could_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = multiprocessing.Pipe()
     link, update = PipeLink(ours, "m"), codec.decode(codec.encode(UPDATE, 0, SLOT))
     frames = [Frame(update, None, (), "too many open files"), Frame(ACK, None, ())]
@@ -189,20 +189,20 @@ def test_a_link_hands_on_why_a_segment_could_not_be_taken(monkeypatch: pytest.Mo
     theirs.close()
 
 
-def test_only_whole_descriptors_are_taken_and_only_as_many_as_may_wait() -> None:
+def test_partial_descriptors_are_ignored_and_unclaimed_descriptors_are_bounded() -> None:
     opened = [os.dup(0) for _ in range(9)]
     other = socket.SOL_SOCKET, socket.SCM_RIGHTS + 1, b"1234"
-    inflow = Inflow(Given(b"x", [rights(opened[:8], b"xx"), other]))  # type: ignore[arg-type]
+    inflow = Inflow(OneReadSocket(b"x", [rights(opened[:8], b"xx"), other]))  # type: ignore[arg-type]
     inflow.read()
     assert list(inflow._descriptors) == opened[:8]
-    inflow._socket = Given(b"x", [rights(opened[8:])])  # type: ignore[assignment]
+    inflow._socket = OneReadSocket(b"x", [rights(opened[8:])])  # type: ignore[assignment]
     with pytest.raises(ProtocolError, match="passed 9 descriptors that no frame of its own names"):
         inflow.read()
     inflow.close()
 
 
 @pytest.mark.parametrize("pieces", [[50_000, 50_000, 30_000], [_CHUNK_NBYTES] * 3, [1, 129_998, 1]])
-def test_bytes_are_gathered_in_their_order_in_memory_that_grows_with_them(pieces: list[int]) -> None:
+def test_bytes_are_collected_in_order_in_memory_that_grows_with_them(pieces: list[int]) -> None:
     source = memoryview(os.urandom(sum(pieces) + 5))
     filling, start = _Filling(sum(pieces)), 0
     for nbytes in pieces:
@@ -215,8 +215,8 @@ def test_bytes_are_gathered_in_their_order_in_memory_that_grows_with_them(pieces
     assert (bytes(filling.grown), filling.missing) == (bytes(source[:start]), 0)
 
 
-def test_memory_of_large_payloads_is_kept_for_two_and_given_again_once_nobody_has_it() -> None:
-    inflow = Inflow(Given(b""))  # type: ignore[arg-type]
+def test_receive_memory_of_two_large_payloads_is_kept_and_reused_once_unreferenced() -> None:
+    inflow = Inflow(OneReadSocket(b""))  # type: ignore[arg-type]
     held = [inflow._memory_for(_CHUNK_NBYTES) for _ in range(5)]
     assert len(inflow._receive_buffers._known) == 2
     held[4][:1] = b"x"
@@ -239,11 +239,11 @@ def test_memory_of_large_payloads_is_kept_for_two_and_given_again_once_nobody_ha
         (MAGIC[:1] + b"?", False),
     ],
 )
-def test_whether_the_start_of_a_frame_may_be_ours_is_known_as_soon_as_it_differs(start: bytes, may_be: bool) -> None:
+def test_may_be_ours_is_true_only_for_an_incomplete_magic_or_preamble(start: bytes, may_be: bool) -> None:
     assert may_be_ours(start) is may_be
 
 
-class Breaks:
+class FailingSocket:
     """A fake socket whose writes raise an error."""
 
     def __init__(self, error: OSError) -> None:
@@ -257,8 +257,8 @@ class Breaks:
     ("error", "number", "text"),
     [(OSError(32, "Broken pipe"), 32, "Broken pipe"), (OSError("in its own words"), 0, "in its own words")],
 )
-def test_why_nothing_more_can_be_written_is_said_again_each_time(error: OSError, number: int, text: str) -> None:
-    outflow = Outflow(Breaks(error))  # type: ignore[arg-type]
+def test_a_failed_outflow_raises_the_same_error_on_every_later_write(error: OSError, number: int, text: str) -> None:
+    outflow = Outflow(FailingSocket(error))  # type: ignore[arg-type]
     with pytest.raises(OSError, match=text) as first:
         outflow.write(OutgoingFrame(b"x"))
     assert first.value is error
@@ -269,7 +269,7 @@ def test_why_nothing_more_can_be_written_is_said_again_each_time(error: OSError,
     assert (outflow.idle, list(outflow.queue)) == (False, [])
 
 
-def test_a_closed_link_does_not_say_what_its_connection_has_read() -> None:
+def test_all_read_of_a_closed_link_is_none() -> None:
     ours, theirs = multiprocessing.Pipe()
     closed, other = PipeLink(ours, "closed"), PipeLink(ours, "other")
     closed.close()

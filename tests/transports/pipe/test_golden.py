@@ -16,7 +16,7 @@ from weightsync.protocol.codec import decode
 NAMES = list(golden.frames())
 
 
-def test_no_byte_of_the_wire_changes_under_one_protocol_version() -> None:
+def test_encoded_frames_equal_those_pinned_for_the_protocol_version() -> None:
     version, _ = golden.committed()
 
     if version == PROTOCOL_VERSION:
@@ -28,13 +28,13 @@ def test_no_byte_of_the_wire_changes_under_one_protocol_version() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bytes_that_are_pinned_are_read_as_what_was_said(name: str) -> None:
+def test_the_pinned_frames_decode_to_their_messages(name: str) -> None:
     _, frames = golden.committed()
 
     assert decode(bytes.fromhex(frames[name])) == dict(golden.messages())[name]
 
 
-def test_an_ack_names_a_slot_by_the_digest_of_what_the_wire_says_of_it() -> None:
+def test_the_slot_digest_in_an_ack_hashes_the_slots_fields_as_on_the_wire() -> None:
     """Both ends compute this digest, perhaps with different releases."""
     named = [b"s" * 16, bytes(3), b"\x10", bytes(11), b"\x07", bytes(7), b"\x03", b"d" * 16, b"extras"]
     which = codec.slot_digest(b"s" * 16, 2**100 + 7, 3, b"d" * 16, b"extras")
@@ -42,14 +42,14 @@ def test_an_ack_names_a_slot_by_the_digest_of_what_the_wire_says_of_it() -> None
     assert which == xxhash.xxh3_128_digest(b"".join(named))
 
 
-def test_two_refusal_kinds_that_change_places_change_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapping_two_refusal_kinds_changes_their_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = {RefusalKind.STALE: RefusalKind.FENCED, RefusalKind.FENCED: RefusalKind.STALE}
     monkeypatch.setattr(codec, "_REFUSALS", tuple(swapped.get(kind, kind) for kind in RefusalKind))
 
     assert set(golden.changed()) >= {"Refusal STALE", "Refusal FENCED"}
 
 
-def test_pinning_refuses_other_bytes_under_the_version_that_is_pinned(
+def test_changed_frames_are_not_pinned_under_the_same_protocol_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pins = tmp_path / "golden.json"

@@ -26,7 +26,7 @@ from weightsync.transports.process import ProcessWatch, own_identity
 ACK = Ack(model_id="m", incarnation=1, version=1)
 UPDATE = Update(model_id="m", incarnation=1, version=1, layout_digest=b"")
 #: A pid above the kernel's maximum.
-NOBODY = 2**22
+UNUSED_PID = 2**22
 FORK = multiprocessing.get_context("fork")
 #: A link, the last message of its peer, and a function by which the dying peer sends it.
 Scene = tuple[Link, Message, Callable[[], object]]
@@ -77,21 +77,21 @@ def over_queues() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("scene", [over_a_pipe, over_calls, over_a_call_server, over_queues])
-def test_g10_a_watch_that_begins_when_the_process_is_dead_already_ends_the_wait(
+def test_g10_watching_a_process_that_is_already_dead_ends_the_wait(
     scene: Callable[[], contextlib.AbstractContextManager[Scene]],
 ) -> None:
     waker = Waker()
     with scene() as (link, _, _say):
-        link.watch(NOBODY, 5)
+        link.watch(UNUSED_PID, 5)
 
         assert wait(waker, [link], 30.0) == [link]
-        with pytest.raises(TransportError, match=f"process {NOBODY} is dead"):
+        with pytest.raises(TransportError, match=f"process {UNUSED_PID} is dead"):
             link.receive()
     waker.close()
 
 
 @pytest.mark.parametrize("scene", [over_a_pipe, over_calls, over_a_call_server])
-def test_g11_what_a_peer_said_while_it_died_is_heard_before_its_end(
+def test_g11_a_message_sent_by_a_dying_peer_is_received_before_its_end(
     scene: Callable[[], contextlib.AbstractContextManager[Scene]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scene() as (link, word, say):
@@ -110,7 +110,7 @@ def test_g11_what_a_peer_said_while_it_died_is_heard_before_its_end(
             link.receive()
 
 
-def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> None:
+def test_the_error_of_a_link_closed_by_its_peer_names_the_peers_process() -> None:
     ours, theirs = multiprocessing.Pipe()
     here, there = PipeLink(ours, "m", peer="worker 1"), PipeLink(theirs, "m")
     here.watch(*own_identity())
@@ -122,7 +122,7 @@ def test_an_end_that_is_closed_names_its_process_and_how_that_has_ended() -> Non
 
 @pytest.mark.parametrize("unread", [b"", b"what it has not read resets the connection"])
 @pytest.mark.parametrize("turn", range(3))  # a process closes its descriptors a moment before it is dead
-def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(
+def test_the_error_of_a_killed_workers_link_names_the_signal_even_after_a_reset(
     unread: bytes, turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "_DYING_MS", 30_000)  # on a busy machine this moment may be long
@@ -144,7 +144,7 @@ def test_a_killed_workers_link_says_what_ended_it_however_its_end_is_closed(
     process.close()
 
 
-def test_a_call_that_fails_because_its_worker_is_killed_says_what_ended_it_too() -> None:
+def test_the_error_of_a_call_to_a_killed_worker_names_the_signal() -> None:
     process, call = FORK.Process(target=time.sleep, args=(60,), daemon=True), Future[Any]()
 
     class CallClient:

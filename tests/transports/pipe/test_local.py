@@ -50,7 +50,7 @@ def test_a_held_network_delivers_on_request():
 
 
 @pytest.mark.parametrize("delivery", Delivery)
-def test_the_network_keeps_to_what_its_delivery_promises(delivery):
+def test_the_network_allows_only_the_faults_of_its_delivery(delivery):
     first, second = local_pair(delivery, pace=Pace.HELD)
     for version in (1, 2, 3):
         first.send(ack(version))
@@ -86,7 +86,7 @@ def test_each_direction_has_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("delivery", [Delivery.ORDERED, Delivery.REORDERED, Delivery.AT_LEAST_ONCE])
-def test_a_cut_is_noticed_by_both_after_what_had_arrived(delivery):
+def test_a_cut_is_reported_at_both_ends_after_messages_that_had_arrived(delivery):
     first, second = local_pair(delivery, pace=Pace.HELD)
     first.send(ack(1))
     first.send(ack(2))
@@ -100,7 +100,7 @@ def test_a_cut_is_noticed_by_both_after_what_had_arrived(delivery):
                 use()
 
 
-def test_a_link_that_may_lose_does_not_tell_of_a_cut():
+def test_a_lossy_link_does_not_report_a_cut():
     first, second = local_pair(Delivery.BEST_EFFORT, pace=Pace.HELD)
     first.send(ack(1))
     first.network.cut()
@@ -112,7 +112,7 @@ def test_a_link_that_may_lose_does_not_tell_of_a_cut():
         second.receive()
 
 
-def test_a_crash_is_noticed_by_the_other_end_alone():
+def test_a_crash_is_reported_at_the_other_end_and_the_dead_end_cannot_send():
     first, second = local_pair()
     first.send(ack(1))
     second.send(ack(2))
@@ -125,7 +125,7 @@ def test_a_crash_is_noticed_by_the_other_end_alone():
         second.send(ack(3))
 
 
-def test_a_close_ends_the_other_after_the_last_word():
+def test_a_close_ends_the_other_end_after_the_last_message():
     first, second = local_pair(pace=Pace.HELD)
     first.send(ack(1))
     first.close()
@@ -153,7 +153,7 @@ def test_inline_payloads_are_snapshots_and_shared_ones_are_the_buffer_itself():
         assert shared == buffer.pinned
 
 
-def test_shared_payloads_are_pinned_by_the_rule_of_all_links():
+def test_shared_payloads_are_pinned_until_a_newer_ack_and_retired_at_close():
     first, second = local_pair(payloads=Payloads.SHARED)
     old, new, last = Buffer(4), Buffer(4), Buffer(4)
     for version, buffer in enumerate((old, new, last), 1):
@@ -166,7 +166,7 @@ def test_shared_payloads_are_pinned_by_the_rule_of_all_links():
     assert [buffer.retired for buffer in (old, new, last)] == [False, True, True]
 
 
-def test_a_dead_workers_buffers_are_free_at_once():
+def test_a_dead_workers_buffers_are_freed_when_its_link_is_closed():
     first, _ = local_pair(payloads=Payloads.SHARED)
     buffer = Buffer(4)
     first.send(update(1, 4), buffer)

@@ -54,7 +54,7 @@ def refusal(version: int, kind: RefusalKind = RefusalKind.REFUSED, incarnation: 
 # ---------------------------------------------------------------------------------------------- segments
 
 
-def test_a_segment_has_no_name_and_no_permission_to_change():
+def test_a_segment_is_anonymous_and_cannot_be_resized_or_mapped_writable():
     segment = Segment(LARGE)
 
     assert "/memfd:" in os.readlink(f"/proc/self/fd/{segment.fd}")
@@ -68,20 +68,20 @@ def test_a_segment_has_no_name_and_no_permission_to_change():
     assert stat.S_IMODE(os.fstat(segment.fd).st_mode) == 0o600
 
 
-def test_a_segments_pages_exist_before_the_first_write():
+def test_a_segments_pages_are_allocated_before_the_first_write():
     segment = Segment(64 * 4096)
 
     assert os.fstat(segment.fd).st_blocks * 512 >= 64 * 4096
 
 
 @pytest.mark.parametrize("nbytes", [2**50, 2**62])
-def test_too_little_memory_is_an_error_and_no_signal(nbytes):
+def test_too_little_memory_raises_transport_error_and_no_signal(nbytes):
     with pytest.raises(TransportError, match="shared memory") as caught:
         Segment(nbytes)
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_mapping_reads_the_peers_writes_and_keeps_its_own():
+def test_a_mapping_shows_the_peers_writes_and_keeps_its_own_private():
     segment = Segment(3 * 4096)
     mapping = Mapping(segment.fd)
     segment.view[:5] = b"first"
@@ -96,7 +96,7 @@ def test_a_mapping_reads_the_peers_writes_and_keeps_its_own():
     assert bytes(segment.view) == bytes(mapping.view)
 
 
-def test_the_seal_of_a_segment_is_read_where_it_is_mapped_and_drawn_anew_each_time_it_is_filled():
+def test_a_mapping_reads_its_segments_seal_which_is_new_for_each_filling():
     segment, other = Segment(LARGE), Segment(LARGE)
     mapping = Mapping(segment.fd)
     assert mapping.seal == bytes(16)
@@ -111,7 +111,7 @@ def test_the_seal_of_a_segment_is_read_where_it_is_mapped_and_drawn_anew_each_ti
     assert (len(segment.view), mapping.nbytes, len(mapping.view)) == (LARGE, LARGE, LARGE)
 
 
-def test_a_buffer_that_is_to_be_written_again_has_no_seal():
+def test_acquiring_a_buffer_again_clears_its_seal():
     pool = Pool()
     buffer = pool.acquire(LARGE)
     mapping = Mapping(buffer.segment.fd)
@@ -127,13 +127,13 @@ def few(request, monkeypatch):
     monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", request.param)
 
 
-def nobody_else(_: memoryview) -> bool:
+def no_other_views(_: memoryview) -> bool:
     """An argument of `Mapping.tidy` for a worker that keeps no views of received payloads."""
     return False
 
 
 @pytest.mark.parametrize("few_nbytes", [0, LARGE - 1, LARGE])
-def test_pages_of_a_small_segment_are_dropped_without_a_look(monkeypatch, few_nbytes):
+def test_pages_of_a_small_segment_are_dropped_without_checking_for_own_pages(monkeypatch, few_nbytes):
     monkeypatch.setattr(mappings, "FEW_PAGES_NBYTES", few_nbytes)
     monkeypatch.setattr(mappings, "_has_own_pages", lambda *_: False)
     segment = Segment(LARGE)
@@ -160,35 +160,35 @@ def test_pages_stay_mapped_unless_this_process_has_written_one(monkeypatch, few)
     assert not own()
     mapping.view[:1] = b"x"
     monkeypatch.setattr(mappings, "_PAGEMAP", "/proc/self/nothing")
-    assert own(), "where the kernel does not say, all are dropped"
+    assert own(), "without the kernel's page map, all pages count as written"
     mapping.remap()
     assert mapping.view[:1] == b"\0"
 
 
-def test_a_slot_that_nobody_has_memory_of_is_tidied_up_before_it_is_needed(monkeypatch, few):
+def test_tidy_drops_own_pages_of_a_slot_without_views_before_its_next_use(monkeypatch, few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     parameter = owning(mapping.lend(LARGE))[:4096].view(torch.int32)
     mapping.remap()
     parameter.fill_(7)
     del parameter
-    mapping.tidy(nobody_else)
+    mapping.tidy(no_other_views)
 
     assert bytes(mapping.view) == bytes(LARGE)
     monkeypatch.setattr(mappings, "_has_own_pages", None)
     payload = mapping.lend(LARGE)
-    mapping.tidy(nobody_else)
+    mapping.tidy(no_other_views)
     mapping.remap()
     assert bytes(payload) == bytes(LARGE)
 
 
 @pytest.mark.parametrize("keep", [Tensor.numpy, Tensor.detach, lambda tensor: tensor[8:].view(torch.int32).view(2, -1)])
-def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep, few):
+def test_a_slot_with_a_remaining_writable_view_is_checked_again_after_tidy(keep, few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     kept = keep(owning(mapping.lend(LARGE)))
     mapping.remap()
-    mapping.tidy(nobody_else)
+    mapping.tidy(no_other_views)
     kept[0:1] = 9
     mapping.lend(LARGE)
     mapping.remap()
@@ -196,7 +196,7 @@ def test_a_slot_that_somebody_can_still_write_to_is_looked_at_again(keep, few):
     assert bytes(mapping.view) == bytes(LARGE)
 
 
-def test_a_slot_is_tidied_up_if_those_who_still_refer_to_it_write_nothing(monkeypatch, few):
+def test_tidy_drops_own_pages_of_a_slot_whose_remaining_views_do_not_write(monkeypatch, few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     lent = mapping.lend(LARGE)
@@ -211,10 +211,10 @@ def test_a_slot_is_tidied_up_if_those_who_still_refer_to_it_write_nothing(monkey
     assert bytes(lent) == bytes(LARGE)
 
 
-def test_a_slot_that_has_gone_live_may_have_been_written_to(few):
+def test_own_pages_written_after_tidy_and_remap_are_dropped_by_the_next_remap(few):
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
-    mapping.tidy(nobody_else)
+    mapping.tidy(no_other_views)
     mapping.remap()
     mapping.view[:1] = b"x"
     mapping.remap()
@@ -231,7 +231,7 @@ def test_memory_without_room_for_a_seal_is_not_mapped():
     os.close(fd)
 
 
-def test_memory_for_no_payload_is_mapped_and_one_in_no_segment_has_no_seal():
+def test_an_empty_segment_is_mapped_and_a_heap_buffer_has_no_seal():
     segment = Segment(0)
 
     assert Mapping(segment.fd).nbytes == 0
@@ -242,7 +242,7 @@ def test_memory_for_no_payload_is_mapped_and_one_in_no_segment_has_no_seal():
     ("number", "kind"),
     [(errno.ENOMEM, NoRoom), (errno.EMFILE, NoRoom), (errno.EACCES, TransportError), (None, TransportError)],
 )
-def test_what_cannot_be_mapped_for_want_of_resources_is_told_from_what_never_can_be(number, kind, monkeypatch):
+def test_a_mapping_that_fails_for_lack_of_resources_raises_no_room_else_transport_error(number, kind, monkeypatch):
     def mmap(*_, **__):
         raise OSError(number, "the reason") if number else ValueError("the reason")
 
@@ -253,7 +253,7 @@ def test_what_cannot_be_mapped_for_want_of_resources_is_told_from_what_never_can
     assert type(caught.value) is kind
 
 
-def test_a_kernel_that_does_not_know_an_advice_maps_all_the_same(monkeypatch):
+def test_a_segment_is_mapped_on_a_kernel_without_madv_populate_read(monkeypatch):
     monkeypatch.setattr(mappings, "_MADV_POPULATE_READ", 9999)
     segment = Segment(LARGE)
     segment.view[:3] = b"abc"
@@ -261,7 +261,7 @@ def test_a_kernel_that_does_not_know_an_advice_maps_all_the_same(monkeypatch):
     assert bytes(Mapping(segment.fd).view[:3]) == b"abc"
 
 
-def test_what_is_not_sealed_is_not_mapped():
+def test_unsealed_memory_and_pipes_are_not_mapped():
     fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     with pytest.raises(TransportError, match="not sealed"):
@@ -274,7 +274,7 @@ def test_what_is_not_sealed_is_not_mapped():
     os.close(writing)
 
 
-def test_views_outlive_whatever_made_them():
+def test_views_stay_valid_after_their_buffer_mapping_and_pool_are_freed():
     pool = Pool()
     buffer = pool.acquire(LARGE)
     mapping = Mapping(buffer.segment.fd)
@@ -306,7 +306,7 @@ def descriptors_of(inode: int) -> list[str]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, LARGE])
-def test_a_heap_buffer_holds_what_it_is_asked_to(nbytes):
+def test_a_heap_buffer_has_exactly_the_requested_size(nbytes):
     buffer = Buffer(nbytes)
 
     assert (nbytes, nbytes, None) == (buffer.nbytes, len(buffer.view), buffer.segment)
@@ -371,7 +371,7 @@ class Pools(RuleBasedStateMachine):
 TestPools = Pools.TestCase
 
 
-def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
+def test_a_pool_prefers_the_smallest_buffer_that_fits_and_keeps_one_spare():
     pool = Pool(Buffer)
     made = [pool.acquire(size) for size in (300, 100, 200)]
     kept = []
@@ -387,7 +387,7 @@ def test_a_pool_prefers_the_smallest_that_fits_and_keeps_one_spare():
     assert made
 
 
-def test_a_pool_that_needed_a_third_buffer_alternates_between_two_again_after_some_payloads():
+def test_a_pool_drops_a_third_buffer_that_is_no_longer_needed_after_some_payloads():
     """Otherwise a worker that was slow once would cost the memory of one more payload forever."""
     pool, in_use = Pool(Buffer), []
     for _ in range(3):  # one is served, one is unanswered, and one is being filled
@@ -404,7 +404,7 @@ def test_a_pool_that_needed_a_third_buffer_alternates_between_two_again_after_so
     assert numbers == [3] * (KEPT_PAYLOADS - 1) + [2] * 2
 
 
-def test_a_retired_buffer_is_never_seen_again():
+def test_a_retired_buffer_is_never_acquired_again():
     pool = Pool()
     first = pool.acquire(LARGE)
     first.retire()
@@ -413,7 +413,7 @@ def test_a_retired_buffer_is_never_seen_again():
     assert statistics(pool).segments == 1
 
 
-def test_a_buffer_that_another_thread_retires_while_the_pool_looks_at_it_is_not_taken():
+def test_a_buffer_retired_by_another_thread_during_acquire_is_not_acquired():
     """A worker that cannot be reached may still map the buffer, and would serve parts of two versions."""
     link, pool = Pins(), Pool(Buffer)
 
@@ -429,7 +429,7 @@ def test_a_buffer_that_another_thread_retires_while_the_pool_looks_at_it_is_not_
     assert (len(buffer.pins), buffer.retired) == (0, True)
 
 
-def test_a_pool_takes_the_smaller_of_two_and_passes_over_one_that_is_retired():
+def test_a_pool_takes_the_smaller_of_two_buffers_and_skips_a_retired_one():
     pool = Pool(Buffer)
     large = pool.acquire(300)
     large.pin("held")
@@ -458,7 +458,7 @@ def test_a_payload_stays_pinned_until_a_newer_version_is_acked():
     assert (old.pinned, new.pinned) == (False, True)
 
 
-def test_versions_compare_within_their_incarnation_first():
+def test_pins_compare_incarnations_before_versions():
     pins, old, new = Pins(), Buffer(1), Buffer(1)
     pins.hold(update(9, incarnation=1), old)
     pins.hold(update(1, incarnation=2), new)
@@ -468,7 +468,7 @@ def test_versions_compare_within_their_incarnation_first():
 
 
 @pytest.mark.parametrize("kind", RefusalKind)
-def test_a_refusal_frees_what_it_names_and_nothing_else(kind):
+def test_a_refusal_unpins_only_the_version_that_it_names(kind):
     pins, served, refused = Pins(), Buffer(1), Buffer(1)
     pins.hold(update(1), served)
     pins.answered(ack(1))
@@ -478,7 +478,7 @@ def test_a_refusal_frees_what_it_names_and_nothing_else(kind):
     assert (served.pinned, refused.pinned) == (True, False)
 
 
-def test_a_refusal_of_what_was_acked_frees_nothing():
+def test_a_refusal_of_an_acked_version_unpins_nothing():
     pins, served = Pins(), Buffer(1)
     pins.hold(update(1), served)
     pins.answered(ack(1))
@@ -487,7 +487,7 @@ def test_a_refusal_of_what_was_acked_frees_nothing():
     assert served.pinned
 
 
-def test_two_links_pin_one_buffer_each_for_itself():
+def test_two_links_pin_one_buffer_independently():
     first, second, buffer = Pins(), Pins(), Buffer(1)
     for pins in (first, second):
         pins.hold(update(1), buffer)
@@ -498,7 +498,7 @@ def test_two_links_pin_one_buffer_each_for_itself():
     assert not buffer.pinned
 
 
-def test_a_worker_that_cannot_be_asked_keeps_its_buffers_for_ever():
+def test_buffers_of_an_unreachable_worker_are_retired():
     pins, pool = Pins(), Pool(Buffer)
     buffer = pool.acquire(10)
     pins.hold(update(1), buffer)
@@ -549,7 +549,7 @@ class Sharing(RuleBasedStateMachine):
 TestSharing = Sharing.TestCase
 
 
-def test_a_segment_that_is_passed_again_takes_the_place_of_what_was_mapped_under_its_number():
+def test_a_segment_passed_again_replaces_the_mapping_with_its_number():
     mapped, right, wrong = MappedSegments(), Segment(4096), Segment(4096)
     slot = SlotRef(segment=7)
     assert mapped.find(slot, (os.dup(wrong.fd),)).seal == bytes(16)
@@ -564,7 +564,7 @@ def test_a_segment_that_was_never_passed_is_a_protocol_error():
         MappedSegments().find(SlotRef(segment=7), ())
 
 
-def test_seals_are_those_that_the_kernel_reports():
+def test_a_segment_has_the_kernels_shrink_and_seal_seals():
     segment = Segment(4096)
     seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
 
@@ -572,7 +572,7 @@ def test_seals_are_those_that_the_kernel_reports():
     assert fcntl.F_SEAL_SEAL & seals
 
 
-def test_an_ack_of_what_was_never_sent_frees_nothing():
+def test_an_ack_of_a_version_that_was_never_sent_unpins_nothing():
     pins, buffer = Pins(), Buffer(1)
     pins.hold(update(1), buffer)
     pins.answered(ack(9))
@@ -583,13 +583,13 @@ def test_an_ack_of_what_was_never_sent_frees_nothing():
     assert not buffer.pinned
 
 
-def test_memory_that_an_earlier_update_still_holds_is_not_forgotten_by_later_ones():
+def test_views_kept_from_an_earlier_update_are_still_tracked_after_a_later_one():
     segment = Segment(LARGE)
     mapping = Mapping(segment.fd)
     kept = owning(mapping.lend(LARGE))
     mapping.remap()
     mapping.lend(LARGE)
-    mapping.tidy(nobody_else)
+    mapping.tidy(no_other_views)
     kept[0:1] = 9
     mapping.remap()
 

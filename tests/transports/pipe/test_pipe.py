@@ -102,7 +102,7 @@ def part(segment: int, nbytes: int = INLINE_BELOW_NBYTES, payload_id: bytes = b"
     return Part(model_id="policy", incarnation=1, payload_id=payload_id, hashed=True, **ends)
 
 
-def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it(linked):
+def test_a_part_is_read_from_the_shared_segment_not_from_the_workers_private_copy(linked):
     first, second = linked()
     buffer = filled(300_000, Storage.SEGMENTS)
     whole = part(0, 250_000)
@@ -127,7 +127,7 @@ def test_a_part_is_read_in_the_segment_that_is_being_filled_as_the_peer_wrote_it
     assert bytes(following.payload[:5]) == b"parts"
 
 
-def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(linked):
+def test_a_part_does_not_change_the_eviction_order_of_segments_at_either_end(linked):
     first, second = linked()
     buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
     for version, buffer in enumerate(buffers[:4], 1):
@@ -139,7 +139,7 @@ def test_a_segment_keeps_its_place_in_both_lists_when_a_part_names_it(linked):
     assert [received.payload for received in exchange(first, second, 7)][-1] == buffers[0].view
 
 
-def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_not_sent(linked):
+def test_a_part_of_a_segment_displaced_during_filling_is_not_sent(linked):
     first, second = linked()
     buffers = [filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS) for _ in range(5)]
     first.send(update(1, INLINE_BELOW_NBYTES), buffers[0])
@@ -157,7 +157,7 @@ def test_a_part_of_a_segment_that_others_have_displaced_while_it_was_filled_is_n
 @pytest.mark.parametrize(
     ("named", "error"), [(7, "names segment 7, which it never passed"), (None, "400000 bytes in a segment of 65536")]
 )
-def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(linked, named, error):
+def test_a_part_outside_the_passed_segments_raises_protocol_error(linked, named, error):
     first, second = linked()
     buffer = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     first.send(update(1, buffer.nbytes), buffer)
@@ -169,7 +169,7 @@ def test_a_part_of_memory_that_was_not_passed_takes_the_link_down(linked, named,
     caught.value.__traceback__ = None  # the traceback keeps the segment and its mapping alive
 
 
-def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(linked, monkeypatch):
+def test_a_part_of_a_segment_that_could_not_be_mapped_is_skipped(linked, monkeypatch):
     def no_room(*_):
         raise NoRoom("There is none.")
 
@@ -186,7 +186,7 @@ def test_a_part_of_a_segment_that_there_was_no_room_to_map_is_passed_over(linked
     assert [received.message for received in exchange(first, second, 1)] == [ack(1)]
 
 
-def test_a_closed_link_takes_no_parts(linked):
+def test_sending_a_part_on_a_closed_link_raises(linked):
     first, _ = linked()
     first.close()
 
@@ -194,7 +194,7 @@ def test_a_closed_link_takes_no_parts(linked):
         first.send_part(part(0), filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS))
 
 
-def test_an_ack_of_a_payload_that_was_copied_frees_the_shared_one_before_it(linked):
+def test_an_ack_of_an_inline_payload_unpins_the_previous_shared_payload(linked):
     first, second = linked()
     shared = filled(INLINE_BELOW_NBYTES, Storage.SEGMENTS)
     pinned = []
@@ -228,7 +228,7 @@ def test_an_update_without_its_bytes_is_refused(linked):
     assert second.receive() == []
 
 
-def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(linked):
+def test_a_receive_buffer_is_not_reused_while_a_view_of_it_exists(linked):
     first, second = linked(payloads=Payloads.INLINE)
     kept = []
     for seed in range(6):
@@ -239,7 +239,7 @@ def test_a_receive_buffer_is_not_used_again_while_somebody_looks_at_it(linked):
     assert all(view == content for view, content in kept)
 
 
-def test_a_receive_buffer_is_used_again_when_nobody_does(linked):
+def test_a_receive_buffer_is_reused_once_no_view_of_it_exists(linked):
     first, second = linked(payloads=Payloads.INLINE)
     places = set()
     for version in range(1, 7):
@@ -268,7 +268,7 @@ def test_a_receive_buffer_is_used_again_when_nobody_does(linked):
     ),
     st.randoms(use_true_random=False),
 )
-def test_frames_come_out_the_same_however_they_are_cut(frames, random):
+def test_frames_are_read_correctly_for_any_split_of_the_stream(frames, random):
     reading, writing = multiprocessing.Pipe()
     link = PipeLink(reading, "m")
     stream, ours, users = b"", [], []
@@ -299,7 +299,7 @@ def test_frames_come_out_the_same_however_they_are_cut(frames, random):
 
 
 @pytest.mark.parametrize("payloads", Payloads)
-def test_a_narrow_pipe_carries_everything_piece_by_piece(linked, payloads):
+def test_messages_and_payloads_arrive_whole_over_a_pipe_with_the_smallest_send_buffer(linked, payloads):
     ends = multiprocessing.Pipe()
     narrow(ends[0])
     first, second = linked(ends=ends, payloads=payloads)
@@ -316,7 +316,7 @@ def test_a_narrow_pipe_carries_everything_piece_by_piece(linked, payloads):
     assert first.flush()
 
 
-def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(linked):
+def test_a_large_payload_does_not_block_its_sender_and_stays_pinned_until_written(linked):
     first, second = linked(payloads=Payloads.INLINE)
     nbytes = 64 * 2**20
     buffer = filled(nbytes)
@@ -344,7 +344,7 @@ def test_a_large_payload_never_blocks_its_sender_and_stays_pinned_until_it_left(
     assert not buffer.pinned
 
 
-def test_a_payload_on_two_links_stays_pinned_until_it_left_on_both(linked):
+def test_a_payload_sent_on_two_links_stays_pinned_until_both_have_written_it(linked):
     (first, _), (second, _) = pairs = [linked(payloads=Payloads.INLINE) for _ in range(2)]
     nbytes = 2**20
     buffer = filled(nbytes)
@@ -367,7 +367,7 @@ def test_an_outgoing_payload_is_not_copied(linked):
     assert exchange(first, second, 1)[0].payload[-4:] == b"late"
 
 
-def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(linked):
+def test_close_truncates_an_unfinished_frame_and_unpins_its_payload(linked):
     first, second = linked(payloads=Payloads.INLINE)
     buffer = filled(2**20)
     first.send(ack(1))
@@ -381,7 +381,7 @@ def test_close_cuts_an_unfinished_frame_and_lets_its_payload_go(linked):
         second.receive()
 
 
-def test_a_close_that_cuts_a_frame_ends_the_stream_though_a_forked_process_has_that_end_too(linked):
+def test_a_close_that_truncates_a_frame_ends_the_stream_despite_an_inherited_descriptor(linked):
     ends = multiprocessing.Pipe()
     inherited = os.dup(ends[0].fileno())
     first, second = linked(ends=ends, payloads=Payloads.INLINE)
@@ -394,7 +394,7 @@ def test_a_close_that_cuts_a_frame_ends_the_stream_though_a_forked_process_has_t
     os.close(inherited)
 
 
-def test_a_close_that_cuts_no_frame_leaves_the_stream_to_a_process_that_has_that_end_too(linked):
+def test_a_close_between_frames_leaves_the_stream_usable_by_an_inherited_descriptor(linked):
     ends = multiprocessing.Pipe()
     first, second = linked(ends=ends)
     with multiprocessing.connection.Connection(os.dup(ends[0].fileno())) as inherited:
@@ -437,7 +437,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_malformed_frames_are_a_protocol_error_behind_what_came_before(linked, how):
+def test_malformed_frames_raise_protocol_error_after_earlier_messages(linked, how):
     first, second = linked()
     first.send(ack(1))
     os.write(first._channel.connection.fileno(), damaged(how) + frame(ack(3)))
@@ -464,7 +464,7 @@ STRAY_DESCRIPTORS = {
 
 
 @pytest.mark.parametrize("how", list(STRAY_DESCRIPTORS))
-def test_descriptors_that_no_slot_claims_are_closed_and_take_the_link_down(linked, how, tmp_path):
+def test_unexpected_descriptors_are_closed_and_raise_protocol_error(linked, how, tmp_path):
     first, second = linked()
     content, count = STRAY_DESCRIPTORS[how]
     with open(tmp_path / "file", "w+b") as file:
@@ -492,7 +492,7 @@ def _read(link: PipeLink, times: int) -> None:
         link.receive()
 
 
-def test_descriptors_that_no_frame_claims_are_closed_with_the_channel(linked, tmp_path):
+def test_descriptors_without_a_complete_frame_are_closed_with_the_channel(linked, tmp_path):
     first, second = linked()
     sock = os.readlink(f"/proc/self/fd/{second._channel.connection.fileno()}")
     with (
@@ -524,7 +524,7 @@ def test_another_protocol_version_is_a_protocol_error_that_names_both(linked):
         second.receive()
 
 
-def test_a_length_that_lies_allocates_nothing(linked):
+def test_a_false_frame_length_allocates_no_memory_in_advance(linked):
     first, second = linked()
     os.write(first._channel.connection.fileno(), struct.pack("!iQ", -1, 2**62) + b"not ours" * 100)
 
@@ -535,7 +535,7 @@ def test_a_length_that_lies_allocates_nothing(linked):
 # ------------------------------------------------------------------------------------------------- ends
 
 
-def test_what_was_readable_comes_before_the_end(linked):
+def test_messages_sent_before_a_close_are_received_before_the_error(linked):
     first, second = linked()
     for version in range(1, 6):
         first.send(ack(version))
@@ -549,7 +549,7 @@ def test_what_was_readable_comes_before_the_end(linked):
         second.send(ack(9))
 
 
-def test_a_peer_that_leaves_unread_bytes_behind_is_lost_after_its_last_words(linked):
+def test_a_peer_that_closes_with_unread_bytes_is_lost_after_its_last_message(linked):
     first, second = linked()
     second.send(ack(1))
     first.send(ack(2))
@@ -562,7 +562,7 @@ def test_a_peer_that_leaves_unread_bytes_behind_is_lost_after_its_last_words(lin
         second.receive()
 
 
-def test_a_link_is_closed_for_good(linked):
+def test_close_is_idempotent_and_a_closed_link_raises_on_use(linked):
     first, _ = linked()
     first.close()
     first.close()
@@ -589,7 +589,7 @@ def test_a_connection_closed_by_its_owner_ends_the_link(linked):
         second.receive()
 
 
-def test_the_blocking_mode_that_the_user_shares_is_untouched(linked):
+def test_a_link_leaves_the_connection_in_blocking_mode(linked):
     ends = multiprocessing.Pipe()
     socket.setdefaulttimeout(5.0)
     try:
@@ -605,7 +605,7 @@ def test_the_blocking_mode_that_the_user_shares_is_untouched(linked):
 # ------------------------------------------------------------------------------------------- unusable pipes
 
 
-def test_a_one_way_pipe_is_refused_with_what_to_do():
+def test_a_one_way_pipe_is_refused_with_advice_to_use_duplex():
     ends = multiprocessing.Pipe(duplex=False)
     for end in ends:
         with pytest.raises(ConfigurationError, match=r"multiprocessing\.Pipe\(duplex=True\)"):
@@ -613,7 +613,7 @@ def test_a_one_way_pipe_is_refused_with_what_to_do():
         end.close()
 
 
-def test_what_is_no_connection_is_refused_by_type():
+def test_an_object_that_is_not_a_connection_is_refused_with_its_type():
     with pytest.raises(ConfigurationError, match=r"An object of type str is not a connection: .*Pipe\(duplex=True\)"):
         PipeLink("pipe", "policy")
 
@@ -636,7 +636,7 @@ def test_two_links_of_one_model_over_one_connection_are_refused(linked):
 # ---------------------------------------------------------------------------------------------- waiting
 
 
-def test_wait_names_the_links_that_have_something(linked):
+def test_wait_returns_the_links_that_have_messages(linked):
     one, two = linked(), linked()
     two[0].send(ack(1))
 
@@ -645,7 +645,7 @@ def test_wait_names_the_links_that_have_something(linked):
     assert wait(Waker(), [one[1], two[1]], 0.0) == []
 
 
-def test_wait_is_over_when_the_waker_fires_before_or_during(linked):
+def test_wait_returns_when_the_waker_fires_before_or_during_it(linked):
     _, second = linked()
     waker = Waker()
     waker.fire()
@@ -669,7 +669,7 @@ def test_a_waker_that_is_closed_ends_every_wait(linked):
     assert waker.fileno() == -1
 
 
-def test_a_waker_is_closed_before_it_fires_and_fires_before_its_descriptor_goes(monkeypatch):
+def test_closing_a_waker_marks_it_closed_then_fires_it_then_closes_its_descriptor(monkeypatch):
     waker, seen = Waker(), []
     write, close = os.eventfd_write, os.close
 
@@ -702,7 +702,7 @@ def test_room_to_write_ends_a_wait(linked):
     assert [first] == wait(Waker(), [first], 1.0)
 
 
-def test_a_pool_serves_version_after_version(linked):
+def test_a_pool_reuses_two_buffers_for_many_versions(linked):
     first, second = linked()
     pool = Pool()
     for version in range(1, 12):
@@ -782,7 +782,7 @@ def test_a_read_interrupted_midway_takes_the_link_down(linked):
             second.receive()
 
 
-def test_a_link_says_what_it_has_and_a_closed_one_nothing(linked):
+def test_a_new_link_reports_its_properties_and_all_read_of_a_closed_link_is_none(linked):
     for payloads in Payloads:
         first, second = linked(payloads=payloads)
         assert (first.remark, first.opens, first.reached) == ("", False, frozenset())
@@ -792,7 +792,7 @@ def test_a_link_says_what_it_has_and_a_closed_one_nothing(linked):
         second.close()
 
 
-def test_a_payload_that_there_is_no_memory_for_is_read_past_and_what_follows_arrives(linked, monkeypatch):
+def test_a_payload_without_memory_for_it_is_skipped_and_the_next_message_arrives(linked, monkeypatch):
     first, second = linked(payloads=Payloads.INLINE)
 
     def refuse(nbytes: int) -> None:
@@ -808,7 +808,7 @@ def test_a_payload_that_there_is_no_memory_for_is_read_past_and_what_follows_arr
     assert following.message == ack(2)
 
 
-def test_what_is_cut_off_by_the_end_of_the_chunk_is_kept_for_the_next_read(linked):
+def test_a_frame_cut_by_the_end_of_a_read_chunk_is_completed_by_the_next_read(linked):
     first, second = linked()
     messages = [ack(version) for version in range(1, 2001)]
     stream = b"".join(map(frame, messages))
@@ -820,7 +820,7 @@ def test_what_is_cut_off_by_the_end_of_the_chunk_is_kept_for_the_next_read(linke
     assert [r.message for r in received] == messages
 
 
-def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(linked):
+def test_a_frame_split_anywhere_in_its_header_is_read_whole(linked):
     first, second = linked()
     whole = frame(update(1, 70_000), b"x" * 70_000)
     long = struct.pack("!iQ", -1, len(whole) - 4) + whole[4:]
@@ -834,7 +834,7 @@ def test_a_frame_that_is_cut_anywhere_in_its_head_is_read_whole(linked):
 
 
 @pytest.mark.parametrize("beginning", [1, 3, 20, 60])
-def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(linked, beginning):
+def test_a_partial_header_at_the_end_of_a_read_chunk_is_kept(linked, beginning):
     first, second = linked()
     users = b"u" * (64 * 1024 - 4 - beginning)
     stream = struct.pack("!i", len(users)) + users + frame(ack(1)) + frame(ack(2))
@@ -845,7 +845,7 @@ def test_the_beginning_of_a_head_at_the_end_of_the_chunk_is_kept(linked, beginni
 
 
 @pytest.mark.parametrize("nbytes", [3, 70_000])
-def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(linked, nbytes):
+def test_a_frame_whose_size_contradicts_its_header_is_reported_with_its_bytes(linked, nbytes):
     first, second = linked()
     content = frame(ack(2), b"x" * nbytes)[4:]
     os.write(first._channel.connection.fileno(), struct.pack("!i", len(content)) + content)
@@ -856,7 +856,7 @@ def test_a_frame_with_another_size_than_its_header_says_is_told_with_its_bytes(l
     assert bytes(caught.value.unread[:20]) == content[len(PREAMBLE) :][:20]
 
 
-def test_a_frame_without_its_descriptor_is_told_with_its_bytes(linked):
+def test_a_frame_without_its_descriptor_is_reported_with_its_bytes(linked):
     first, second = linked()
     content = PREAMBLE + codec.encode(SLOTTED, 1)
     os.write(first._channel.connection.fileno(), struct.pack("!i", len(content)) + content)
@@ -866,7 +866,7 @@ def test_a_frame_without_its_descriptor_is_told_with_its_bytes(linked):
     assert bytes(caught.value.unread[:20]) == content[len(PREAMBLE) :][:20]
 
 
-def test_a_remark_is_kept_and_what_follows_it_arrives(linked):
+def test_a_remark_is_kept_until_the_next_message_arrives(linked):
     first, second = linked()
     first.send(Refusal(model_id="policy", incarnation=0, version=0, kind=RefusalKind.REFUSED, reason="another key"))
 
@@ -878,7 +878,7 @@ def test_a_remark_is_kept_and_what_follows_it_arrives(linked):
     assert second.remark == ""
 
 
-def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
+def test_a_control_frame_is_encoded_once_for_all_links_with_the_same_slot():
     updates, message, segment = _FramedUpdates(), update(1, 3), Segment(8)
     inline, named = updates.control(message), updates.control(message, segment)
 
@@ -890,7 +890,7 @@ def test_a_control_part_is_made_once_for_all_links_that_name_the_same_slot():
         assert updates.control(message, segment) == named
 
 
-def test_a_frame_has_a_short_length_unless_it_is_too_long_for_one_and_no_empty_piece():
+def test_a_frame_has_a_4_byte_length_where_it_fits_and_no_empty_piece():
     assert OutgoingFrame(b"x", memoryview(b"")).pieces == [struct.pack("!i", 1) + b"x"]
     memory = mmap.mmap(-1, 2**31)  # no page is ever touched
     outgoing = OutgoingFrame(b"x", memoryview(memory))
@@ -904,7 +904,7 @@ def test_an_outflow_begins_idle():
         assert Outflow(sock).idle
 
 
-def test_a_link_that_was_withdrawn_is_closed_and_leaves_its_connection_to_the_next_one() -> None:
+def test_withdraw_closes_a_link_and_leaves_its_connection_to_the_next_link() -> None:
     ours, theirs = multiprocessing.Pipe()
     first, worker = PipeLink(ours, "policy"), PipeLink(theirs, "policy")
     first.withdraw()
@@ -919,7 +919,7 @@ def test_a_link_that_was_withdrawn_is_closed_and_leaves_its_connection_to_the_ne
         link.close()
 
 
-def test_a_refusal_of_a_version_frees_what_the_worker_need_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_a_version_is_reported_to_the_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = multiprocessing.Pipe()
     trainer, worker = PipeLink(ours, "policy"), PipeLink(theirs, "policy")
     answered: list[object] = []

@@ -38,7 +38,7 @@ def test_a_pipe_is_asked_for_its_descriptors_once(linked: Linked, monkeypatch: p
     assert asked == [second]
 
 
-def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(linked: Linked) -> None:
+def test_a_link_flushed_by_another_thread_is_reported_ready_only_once(linked: Linked) -> None:
     first, second = linked()
     waits, links, nbytes = Waits(Waker()), (first,), 2**20
     first.send(Update(model_id="policy", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes), Buffer(nbytes))
@@ -52,7 +52,7 @@ def test_a_pipe_that_another_has_emptied_is_not_ready_for_ever(linked: Linked) -
     assert waits.wait(links, 0.0) == []
 
 
-def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_of_its_connection(
+def test_the_death_of_a_watched_process_ends_the_wait_for_another_link_of_the_connection(
     linked: Linked,
 ) -> None:
     ends = multiprocessing.Pipe()
@@ -71,15 +71,15 @@ def test_the_death_of_a_process_watched_over_one_link_ends_the_wait_for_another_
         other.receive()
 
 
-def test_a_write_that_failed_over_one_link_is_told_over_the_other_of_its_connection(linked: Linked) -> None:
+def test_a_failed_write_on_one_link_is_raised_on_the_other_link_of_the_connection(linked: Linked) -> None:
     ends = multiprocessing.Pipe()
     (one, _), (other, _) = linked("one", ends), linked("other", ends)
 
-    class Breaks:
+    class FailingSocket:
         def sendmsg(self, *_: object) -> int:
             raise OSError(105, "No buffer space available")
 
-    one._channel.outlet._socket = Breaks()
+    one._channel.outlet._socket = FailingSocket()
     with pytest.raises(TransportError, match="No buffer space"):
         one.send(ack(1, "one"))
 
@@ -88,7 +88,7 @@ def test_a_write_that_failed_over_one_link_is_told_over_the_other_of_its_connect
         other.flush()
 
 
-def test_a_nudge_ends_a_wait_and_leaves_nothing_for_the_next() -> None:
+def test_a_nudge_ends_one_wait_and_not_the_next() -> None:
     waker = Waker()
     waits, begun, ended = Waits(waker), threading.Event(), []
     seen = waker.fired
@@ -106,13 +106,13 @@ def test_a_nudge_ends_a_wait_and_leaves_nothing_for_the_next() -> None:
     seen = waker.fired
     waker.nudge()
 
-    assert waits.wait((), None, seen) == [], "it does not block"
+    assert waits.wait((), None, seen) == [], "a wait after a nudge does not block"
     threading.Timer(0.05, waker.fire).start()
     seen = waker.fired
-    assert (waits.wait((), 60.0, seen), waker.fired) == ([], seen + 1), "it has waited"
+    assert (waits.wait((), 60.0, seen), waker.fired) == ([], seen + 1), "without a nudge it waits for the waker"
 
 
-def test_a_link_that_another_thread_closes_as_it_is_asked_does_not_end_the_wait_for_the_others(
+def test_a_link_closed_by_another_thread_during_a_wait_does_not_hide_ready_links(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (closing, _), (other, far), ask = linked(), linked(), Channel.waitables

@@ -37,14 +37,14 @@ def test_a_process_knows_its_own_identity():
     in_a_fork(lambda: None if own_identity() != (pid, started) else pytest.fail("the parent's"))
 
 
-def test_a_living_process_is_alive_and_another_of_its_number_is_not():
+def test_a_watch_with_another_start_time_is_dead_though_the_pid_is_alive():
     pid, started = own_identity()
     living, reused, unknown = ProcessWatch(pid, started), ProcessWatch(pid, started + 1), ProcessWatch(pid, 0)
 
     assert [watch.dead for watch in (living, reused, unknown)] == [False, True, False]
 
 
-def test_a_process_is_stopped_by_a_signal_or_by_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_stopped_is_true_for_a_process_stopped_by_a_signal_or_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(pid: int) -> list[bytes]:
         raise ProcessLookupError
 
@@ -60,7 +60,7 @@ def test_a_process_is_stopped_by_a_signal_or_by_a_debugger(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("make", [lambda: ProcessWatch(os.getpid(), 0), lambda: Segment(10), Waker])
-def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_another_file_has_its_number(
+def test_g3_a_descriptor_whose_close_was_interrupted_is_not_closed_twice(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(fd: int) -> None:
@@ -86,7 +86,7 @@ def test_g3_a_descriptor_whose_close_is_interrupted_is_not_closed_again_when_ano
 
 
 @pytest.mark.parametrize(("process", "milliseconds"), [(os.getpid, 0), (os.getppid, 100)])
-def test_another_process_may_be_about_to_die_and_this_one_is_not_waited_for(process: Any, milliseconds: int) -> None:
+def test_dies_waits_briefly_for_another_process_and_not_for_this_one(process: Any, milliseconds: int) -> None:
     asked: list[int] = []
     watch = ProcessWatch(process(), 0)
     watch._poller = SimpleNamespace(poll=asked.append)  # type: ignore[assignment]
@@ -95,7 +95,7 @@ def test_another_process_may_be_about_to_die_and_this_one_is_not_waited_for(proc
     assert asked == [milliseconds]
 
 
-def test_a_process_that_is_gone_is_dead():
+def test_a_watch_of_an_ended_process_is_dead():
     process = FORK.Process(target=int)
     process.start()
     watch = ProcessWatch(process.pid, 0)
@@ -116,7 +116,7 @@ def test_a_process_that_is_gone_is_dead():
         (["sh", "-c", "kill -40 $$"], ": it was ended by signal 40"),  # a real-time signal, which has no name
     ],
 )
-def test_how_a_child_has_ended_is_known_until_its_parent_has_waited_for_it(program, how):
+def test_the_exit_status_of_a_child_is_known_until_its_parent_reaps_it(program, how):
     process = subprocess.Popen(program)
     watch = ProcessWatch(process.pid, 0)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -127,7 +127,7 @@ def test_how_a_child_has_ended_is_known_until_its_parent_has_waited_for_it(progr
     assert watch.ending == f"process {process.pid} is dead"
 
 
-def test_the_end_of_a_process_that_has_another_ones_number_is_not_taken_for_the_others():
+def test_the_exit_status_of_another_process_with_a_reused_pid_is_not_reported():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         reused = ProcessWatch(process.pid, 1)
         process.kill()
@@ -135,7 +135,7 @@ def test_the_end_of_a_process_that_has_another_ones_number_is_not_taken_for_the_
         assert (reused.dead, reused.ending, reused.fileno()) == (True, f"process {process.pid} is dead", -1)
 
 
-def test_a_watch_names_exactly_one_process_and_keeps_no_descriptor_once_it_is_closed():
+def test_a_watch_matches_exactly_one_process_and_close_closes_its_descriptor():
     pid, started = own_identity()
     watch = watching(pid, started)
     assert watch.names(pid, started)
@@ -152,12 +152,12 @@ def test_a_watch_names_exactly_one_process_and_keeps_no_descriptor_once_it_is_cl
 
 
 @pytest.mark.parametrize(("pid", "why"), [(-1, "Invalid argument"), (2**40, ".*(integer|int ).*")])
-def test_what_cannot_be_watched_is_a_transport_error_that_says_why(pid, why):
+def test_watching_an_invalid_pid_raises_transport_error_with_the_reason(pid, why):
     with pytest.raises(TransportError, match=rf"^Process {pid} cannot be watched: {why}\.$"):
         watching(pid, 0)
 
 
-def test_a_start_that_cannot_be_read_is_unknown_and_is_read_again_the_next_time(monkeypatch):
+def test_an_unreadable_start_time_is_0_and_is_read_again_the_next_time(monkeypatch):
     here = own_identity()
     processes._own_start.cache_clear()
     monkeypatch.setattr(processes, "started_at", lambda pid: None)
@@ -167,7 +167,7 @@ def test_a_start_that_cannot_be_read_is_unknown_and_is_read_again_the_next_time(
     assert own_identity() == here
 
 
-def test_a_host_that_cannot_be_identified_is_a_transport_error_and_is_asked_again_the_next_time(monkeypatch):
+def test_an_unreadable_host_identity_raises_and_is_read_again_the_next_time(monkeypatch):
     def raise_it(path: str) -> str:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -181,7 +181,7 @@ def test_a_host_that_cannot_be_identified_is_a_transport_error_and_is_asked_agai
     assert own_host() == here
 
 
-def test_a_process_without_proc_is_told_what_to_mount(monkeypatch):
+def test_own_host_without_proc_raises_with_advice_to_mount_it(monkeypatch):
     path = "/proc/sys/kernel/random/boot_id"
 
     def no_file() -> str:
@@ -195,7 +195,7 @@ def test_a_process_without_proc_is_told_what_to_mount(monkeypatch):
 
 @pytest.mark.parametrize("identity", [own_host, own_network])
 @pytest.mark.parametrize("part", ["boot", "namespace"])
-def test_g10_another_boot_and_another_namespace_are_another_host_and_another_network(identity, part, monkeypatch):
+def test_g10_another_boot_or_namespace_is_another_host_and_another_network(identity, part, monkeypatch):
     here = identity()
     assert identity() is here
     identity.cache_clear()
@@ -211,7 +211,7 @@ def test_g10_another_boot_and_another_namespace_are_another_host_and_another_net
     assert here == identity()
 
 
-def test_names_with_spaces_parentheses_and_any_bytes_do_not_confuse_the_start(tmp_path: Path):
+def test_the_start_time_is_read_despite_spaces_and_parentheses_in_the_program_name(tmp_path: Path):
     name = b"a b) (c \xff"
     program = tmp_path / os.fsdecode(name)
     program.symlink_to("/bin/sleep")

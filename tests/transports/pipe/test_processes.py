@@ -94,7 +94,7 @@ def answered(link: PipeLink, version: int, *, shared: bool) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("payloads", Payloads)
-def test_versions_travel_and_are_acked(start, request, method, payloads):
+def test_versions_are_received_and_acked_by_another_process(start, request, method, payloads):
     context = FORK if method == "fork" else request.getfixturevalue("forkserver")
     process, link = start(workers.echo, context=context, payloads=payloads)
     pool = Pool()
@@ -108,7 +108,7 @@ def test_versions_travel_and_are_acked(start, request, method, payloads):
     assert process.exitcode == 0
 
 
-def test_versions_travel_to_a_spawned_process(start):
+def test_versions_are_received_and_acked_by_a_spawned_process(start):
     process, link = start(workers.echo, context=multiprocessing.get_context("spawn"))
     pool = Pool()
     for version in (1, 2, 3):
@@ -122,7 +122,7 @@ def test_versions_travel_to_a_spawned_process(start):
     assert process.exitcode == 0
 
 
-def test_a_killed_peer_is_noticed_at_once_though_a_sibling_holds_its_end(start):
+def test_a_killed_peer_is_detected_even_if_a_sibling_holds_its_end_of_the_pipe(start):
     ours, theirs = FORK.Pipe()
     victim = FORK.Process(target=workers.stay, args=(theirs,), daemon=True)
     victim.start()
@@ -143,7 +143,7 @@ def test_a_killed_peer_is_noticed_at_once_though_a_sibling_holds_its_end(start):
         process.close()
 
 
-def test_a_killed_peers_last_words_are_heard(start):
+def test_messages_of_a_killed_peer_are_received_before_its_end(start):
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=workers.last_words, args=(theirs,), daemon=True)
     process.start()
@@ -160,7 +160,7 @@ def test_a_killed_peers_last_words_are_heard(start):
     process.close()
 
 
-def test_what_a_dead_worker_held_is_free_and_what_a_living_one_may_hold_is_retired(start):
+def test_a_dead_workers_buffer_is_freed_and_a_living_workers_buffer_is_retired(start):
     process, link = start(workers.stay)
     _, other = start(workers.stay)
     pool = Pool()
@@ -198,7 +198,7 @@ def test_a_dead_trainers_memory_stays_readable_and_leaves_no_name(start):
 # -------------------------------------------------------------------------------------------------- fork
 
 
-def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(linked):
+def test_an_inherited_link_raises_in_the_child_and_works_in_the_parent(linked):
     first, second = linked()
     waker, buffer = Waker(), Pool().acquire(300_000)
     first.send(update(1, 300_000), buffer)
@@ -225,7 +225,7 @@ def test_an_inherited_link_is_dead_in_the_child_and_alive_in_the_parent(linked):
 
 
 @contextlib.contextmanager
-def held_elsewhere(*locks: AbstractContextManager) -> Iterator[None]:
+def held_by_another_thread(*locks: AbstractContextManager) -> Iterator[None]:
     """In the block, another thread holds these locks."""
     held, done = threading.Event(), threading.Event()
 
@@ -255,7 +255,7 @@ def test_an_inherited_waker_is_closed_in_the_child_though_another_thread_held_it
         waker.fire()
         waker.close()
 
-    with held_elsewhere(waker._lock):
+    with held_by_another_thread(waker._lock):
         in_a_fork(check)
 
     assert (waker.fired, wait(waker, [], 0.0)) == (0, [])
@@ -272,14 +272,14 @@ def test_a_channel_is_dropped_in_the_child_though_another_thread_held_the_locks_
 
     # The order in which a child drops inherited objects is undefined, so `check` drops the channel itself.
     monkeypatch.setattr("weightsync.transports.process._inherited", WeakSet())
-    with held_elsewhere(first._box.waker._lock, user._lock):
+    with held_by_another_thread(first._box.waker._lock, user._lock):
         in_a_fork(check)
 
     assert user.fired == 0
     assert user.fileno() >= 0
 
 
-def test_a_child_makes_links_of_its_own_over_what_it_inherits():
+def test_a_forked_child_can_create_links_over_inherited_pipes():
     ends = multiprocessing.Pipe()
     mine = PipeLink(ends[0], workers.MODEL)
 
@@ -336,7 +336,7 @@ def test_a_dead_peer_named_by_a_hello_ends_the_wait(linked):
 # ------------------------------------------------------------------------------------------------- torn
 
 
-def test_readers_never_see_two_versions_at_once(start):
+def test_workers_never_read_a_payload_with_parts_of_two_versions(start):
     pool, nbytes, waker = Pool(), 256 * 1024, Waker()
     links = [start(workers.check_torn, linger)[1] for linger in (0.0, 0.002)]
     for link in links:

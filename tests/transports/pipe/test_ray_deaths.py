@@ -77,10 +77,10 @@ class ActorWatch:
         self.later.append(act)
 
 
-class Row:
+class FakeObjectCache:
     """A fake of cached objects, without an object store."""
 
-    def of(self, incarnation: int) -> Row:
+    def of(self, incarnation: int) -> FakeObjectCache:
         del incarnation
         return self
 
@@ -110,11 +110,11 @@ class Actor:
 
 
 def with_our_receiver(actor: Actor) -> Any:
-    return module.ActorCallClient(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
+    return module.ActorCallClient(actor, "m", "worker 0", FakeObjectCache())  # type: ignore[arg-type]
 
 
 def without(actor: Actor) -> Any:
-    return module.PlainActorCallClient(actor.remote, "worker 0", Row())  # type: ignore[arg-type]
+    return module.PlainActorCallClient(actor.remote, "worker 0", FakeObjectCache())  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_a_receiver_whose_exception_cannot_be_unpickled_ends_its_link_for_that_r
 
 
 @pytest.mark.parametrize("returned", [True, False])
-def test_a_method_whose_end_cannot_be_unpickled_refuses_and_its_actor_is_not_lost(returned: bool) -> None:
+def test_a_method_whose_result_or_error_cannot_be_unpickled_refuses_and_is_not_lost(returned: bool) -> None:
     actor = Actor()
     answers = without(actor).start(UPDATE, None)
 
@@ -181,7 +181,7 @@ def test_a_method_whose_end_cannot_be_unpickled_refuses_and_its_actor_is_not_los
     assert refusal.remote_traceback
 
 
-def test_the_reason_of_an_exception_group_is_its_last_exception_and_not_the_rule_below_it() -> None:
+def test_the_reason_of_an_exception_group_is_its_last_exception() -> None:
     actor = Actor()
     answers = without(actor).start(UPDATE, None)
     group = ExceptionGroup("both", [ValueError("not for me"), TypeError("nor for you")])
@@ -194,7 +194,7 @@ def test_the_reason_of_an_exception_group_is_its_last_exception_and_not_the_rule
 
 
 @pytest.mark.parametrize("raised", [StopIteration, StopAsyncIteration])
-def test_a_method_that_raises_what_ends_a_generator_refuses_and_its_actor_is_not_lost(raised: type[Exception]) -> None:
+def test_a_method_that_raises_stop_iteration_refuses_and_its_actor_is_not_lost(raised: type[Exception]) -> None:
     """Ray raises the actor's error inside a generator, which wraps it in a RuntimeError."""
     actor = Actor()
     answers = without(actor).start(UPDATE, None)
@@ -231,7 +231,7 @@ def test_the_reason_of_a_dead_actor_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("call_client", [with_our_receiver, without])
-def test_the_weights_that_a_dead_actor_was_sent_are_freed_with_its_link(call_client: Callable[[Actor], Any]) -> None:
+def test_weights_sent_to_a_dead_actor_are_freed_with_its_link(call_client: Callable[[Actor], Any]) -> None:
     """They must not wait for the garbage collector, which may not run for hours in some programs."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(call_client(actor), "worker 0")
@@ -305,7 +305,7 @@ def test_a_handshake_waits_while_the_actors_queue_is_full_and_versions_never_ove
 
 
 @pytest.mark.parametrize("use", ["start", "close"])
-def test_a_handshake_may_be_made_between_two_steps_of_another_thread(watch: ActorWatch, use: str) -> None:
+def test_a_held_handshake_may_be_taken_by_another_thread_during_start_or_close(watch: ActorWatch, use: str) -> None:
     class Client(module.ActorCallClient):
         """A client whose held handshake another thread makes right after each read of ``_held``."""
 
@@ -320,7 +320,7 @@ def test_a_handshake_may_be_made_between_two_steps_of_another_thread(watch: Acto
 
     actor = Actor()
     actor.full = True
-    client = Client(actor, "m", "worker 0", Row())  # type: ignore[arg-type]
+    client = Client(actor, "m", "worker 0", FakeObjectCache())  # type: ignore[arg-type]
     client.__dict__["_held"] = None
     handshake = client.start(Hello(model_id="m", incarnation=1), None)
     if use == "start":
@@ -332,7 +332,7 @@ def test_a_handshake_may_be_made_between_two_steps_of_another_thread(watch: Acto
     watch.later.clear()
 
 
-def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch) -> None:
+def test_a_handshake_waiting_for_room_is_not_begun_after_its_link_is_closed(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
     call_client = with_our_receiver(actor)
@@ -347,7 +347,7 @@ def test_a_closed_link_begins_no_handshake_that_waits_for_room(watch: ActorWatch
     assert not watch.later
 
 
-def test_an_actor_whose_queue_is_full_is_asked_for_our_receiver_once_it_has_room(watch: ActorWatch) -> None:
+def test_an_actor_with_a_full_queue_is_asked_for_its_receiver_once_it_has_room(watch: ActorWatch) -> None:
     actor = Actor()
     actor.full = True
     found = with_our_receiver(actor).ask_models(SimpleNamespace(__ray_call__=actor))
@@ -368,7 +368,7 @@ def asking(actor: Actor) -> CallLink:
     return CallLink(AskingClient("m", lambda: ours.ask_models(asked), ours, without(actor)), "worker 0")
 
 
-def test_an_actor_that_was_asked_for_our_receiver_is_not_watched_once_the_link_is_closed(watch: ActorWatch) -> None:
+def test_closing_a_link_ends_the_watch_of_an_actor_asked_for_its_receiver(watch: ActorWatch) -> None:
     link = asking(Actor())
     link.send(UPDATE, Buffer(3))
     assert watch.watched
@@ -379,7 +379,7 @@ def test_an_actor_that_was_asked_for_our_receiver_is_not_watched_once_the_link_i
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
+def test_an_actor_is_not_asked_for_its_receiver_again_after_the_link_is_closed(watch: ActorWatch, full: bool) -> None:
     actor, buffer = Actor(), Buffer(3)
     actor.full = full
     link = asking(actor)
@@ -400,7 +400,7 @@ def test_nor_is_it_asked_again(watch: ActorWatch, full: bool) -> None:
     assert not buffer.pinned
 
 
-def test_an_actor_that_is_not_asked_again_costs_no_weights_although_nothing_else_is_watched(
+def test_weights_are_freed_if_the_actor_is_not_asked_again_and_nothing_else_is_watched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread of the actor watch has already ended when Ray reports that it restarts the actor."""
@@ -424,7 +424,7 @@ def test_an_actor_that_is_not_asked_again_costs_no_weights_although_nothing_else
     assert len(actor.calls) == 1
 
 
-def test_an_actor_that_could_not_even_be_asked_answers_nothing_that_follows() -> None:
+def test_all_messages_fail_if_the_actor_could_not_be_asked_for_its_receiver() -> None:
     """Otherwise its goodbye would wait forever for the answer, and so would the goodbyes of older links."""
 
     def ask() -> Future[Any]:
@@ -491,7 +491,7 @@ def test_a_call_that_is_to_be_repeated_waits_while_the_actors_queue_is_full(watc
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> None:
+def test_a_plain_actor_is_given_one_version_at_a_time(dies: bool) -> None:
     """In an async or threaded actor, the older version could be the last to go live."""
     actor = Actor()
     call_client = without(actor)
@@ -513,7 +513,7 @@ def test_a_plain_actor_never_has_two_versions_to_take_at_a_time(dies: bool) -> N
     assert [answers.result()[0].version for answers in (first, second, third)] == [1, 2, 3]
 
 
-def test_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> None:
+def test_a_closed_link_to_a_plain_actor_begins_no_waiting_call() -> None:
     """The actor's next link may have delivered a newer version in the meantime."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(without(actor), "worker 0")
@@ -527,7 +527,7 @@ def test_a_closed_link_to_a_plain_actor_begins_none_of_the_calls_that_wait() -> 
     assert not buffer.pinned
 
 
-def test_nor_one_that_waits_for_the_actor_to_say_whether_our_receiver_listens_in_it() -> None:
+def test_a_closed_link_begins_no_call_that_waits_for_the_answer_about_a_receiver() -> None:
     actor, buffer, found = Actor(), Buffer(3), Future[Any]()
     link = CallLink(AskingClient("m", lambda: found, with_our_receiver(actor), without(actor)), "worker 0")
     link.send(UPDATE, buffer)
@@ -540,7 +540,7 @@ def test_nor_one_that_waits_for_the_actor_to_say_whether_our_receiver_listens_in
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: bool) -> None:
+def test_an_unknown_link_means_a_restarted_actor_only_if_the_actor_had_answered_on_it(met: bool) -> None:
     """If the link has not met the actor, the call has overtaken the handshake and is repeated."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(with_our_receiver(actor), "worker 0")
@@ -560,7 +560,7 @@ def test_an_actor_that_has_forgotten_a_link_which_it_knew_was_restarted(met: boo
     link.close()
 
 
-def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watch: ActorWatch) -> None:
+def test_a_goodbye_is_not_repeated_if_its_handshake_was_not_delivered(watch: ActorWatch) -> None:
     """Each repetition would hold the actor's event loop, which waits for the handshake, for a minute in all."""
     actor = Actor()
     link = CallLink(with_our_receiver(actor), "worker 0")
@@ -577,7 +577,7 @@ def test_a_goodbye_is_not_repeated_to_an_actor_that_no_handshake_will_reach(watc
     assert not watch.later
 
 
-def test_a_call_that_waits_for_a_lost_one_is_repeated_with_word_of_that() -> None:
+def test_a_call_waiting_for_a_lost_call_is_repeated_with_the_lost_calls_number() -> None:
     """Without the numbers of lost calls, the actor would send the call back again and again for a minute."""
 
     class Recording(Actor):
@@ -609,7 +609,7 @@ def sent_behind_a_handshake() -> tuple[Actor, Buffer, CallLink]:
     return actor, buffer, link
 
 
-def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_the_actor() -> None:
+def test_an_update_after_a_handshake_is_repeated_once_after_it_if_the_actor_restarts() -> None:
     actor, buffer, link = sent_behind_a_handshake()
     handshake, update = actor.calls
 
@@ -627,7 +627,7 @@ def test_what_follows_a_handshake_is_repeated_behind_it_if_ray_was_restarting_th
     link.close()
 
 
-def test_what_follows_a_handshake_fails_with_it() -> None:
+def test_an_update_after_a_handshake_fails_with_it() -> None:
     actor, buffer, link = sent_behind_a_handshake()
     handshake, update = actor.calls
     update.set_exception(ray.exceptions.ActorUnavailableError("it is being restarted", None))
@@ -641,7 +641,7 @@ def test_what_follows_a_handshake_fails_with_it() -> None:
     link.close()
 
 
-def test_a_link_that_is_closed_while_ray_restarts_the_actor_makes_no_handshake_any_more(watch: ActorWatch) -> None:
+def test_a_link_closed_while_ray_restarts_the_actor_repeats_no_handshake(watch: ActorWatch) -> None:
     """The worker's next link may have made its handshake, and the actor would drop that link for this one."""
     actor, buffer = Actor(), Buffer(3)
     link = CallLink(with_our_receiver(actor), "worker 0")
@@ -658,7 +658,7 @@ def test_a_link_that_is_closed_while_ray_restarts_the_actor_makes_no_handshake_a
     assert not buffer.pinned
 
 
-def test_nor_does_it_keep_the_weights_if_nothing_else_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_closed_while_ray_restarts_the_actor_frees_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     real = session.ActorWatch()
     real._thread = threading.current_thread()  # prevents the watch from running before the link is closed
     monkeypatch.setattr(module, "ACTOR_WATCH", real)
@@ -677,7 +677,7 @@ def test_nor_does_it_keep_the_weights_if_nothing_else_is_watched(monkeypatch: py
     assert len(actor.calls) == 2
 
 
-def test_a_repetition_that_fails_ends_its_call_and_no_watch_on_the_others(
+def test_a_failed_repetition_ends_its_call_and_not_the_watch_of_other_calls(
     watch: ActorWatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     actor, real, other = Actor(), session.ActorWatch(), Future[int]()
@@ -714,7 +714,7 @@ def answered_by(frames: Any) -> CallLink:
 
 @pytest.mark.parametrize("init", ["init_on_worker", "init_on_receiver"])
 @pytest.mark.parametrize("kind", [RayWeightSyncScheme, RayModuleTransformScheme])
-def test_where_no_actor_could_be_called_there_is_no_receiver(kind: type[RayWeightSyncScheme], init: str) -> None:
+def test_init_of_a_receiver_outside_a_ray_actor_is_refused(kind: type[RayWeightSyncScheme], init: str) -> None:
     with kind() as scheme:
         with pytest.raises(ConfigurationError, match=r"not a Ray actor, .*: call init_on_worker\(\) .* of the actor"):
             getattr(scheme, init)(model_id="m", model=nn.Linear(2, 2))
@@ -724,7 +724,7 @@ def test_where_no_actor_could_be_called_there_is_no_receiver(kind: type[RayWeigh
 
 @pytest.mark.usefixtures("in_an_actor")
 @pytest.mark.parametrize("scheme_is_there", [True, False])
-def test_what_fails_in_a_collectors_actor_is_returned_and_not_raised(scheme_is_there: bool) -> None:
+def test_an_error_in_a_collectors_actor_is_returned_instead_of_raised(scheme_is_there: bool) -> None:
     """Ray would end the process of a TorchRL collector's actor if a method raised in it."""
     scheme = RayWeightSyncScheme()
     if scheme_is_there:
@@ -778,7 +778,7 @@ def test_an_actor_of_a_collector_may_connect_again_if_the_trainer_did_not_connec
 
 
 @pytest.mark.usefixtures("in_an_actor")
-def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_actors_own_scheme() -> None:
+def test_a_late_call_from_before_a_restart_does_not_create_the_receiver() -> None:
     """Only a handshake makes the receiver, not a late goodbye, for example."""
     actor, scheme = WeightSyncActor(), RayWeightSyncScheme()
     try:
@@ -791,7 +791,7 @@ def test_a_late_call_of_a_link_from_before_a_restart_leaves_the_receiver_to_the_
         ray_server._servers.pop("late")
 
 
-def test_an_answer_that_another_thread_gives_meanwhile_goes_home_with_one_call_only(
+def test_an_answer_set_by_another_thread_meanwhile_is_returned_by_one_call_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under a key, a repeated answer would end the link."""

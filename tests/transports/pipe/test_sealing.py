@@ -33,7 +33,7 @@ def ends(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, Worke
     return SenderSeal(key, link, "worker 0"), WorkerSeal(key, link)
 
 
-def met(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, WorkerSeal]:
+def proven_ends(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, WorkerSeal]:
     """Both ends of a link whose worker has verified its sender."""
     sender, worker = ends(key, link)
     sender.open(worker.challenge)
@@ -41,7 +41,7 @@ def met(key: SharedKey = KEY, link: Identity = LINK) -> tuple[SenderSeal, Worker
     return sender, worker
 
 
-def test_what_comes_early_is_readable_but_proves_nothing() -> None:
+def test_an_early_envelope_is_readable_but_does_not_prove_its_sender() -> None:
     sender, worker = ends()
 
     early = worker.open(sender.seal(0, b"hello"))
@@ -53,7 +53,7 @@ def test_what_comes_early_is_readable_but_proves_nothing() -> None:
     assert bytes(sender.open(worker.seal(0, b"ack")).content) == b"ack"
 
 
-def test_a_recording_never_proves_its_sender() -> None:
+def test_replayed_envelopes_never_prove_their_sender() -> None:
     sender, before = ends()
     recorded = [sender.seal(0, b"hello"), sender.seal(1, b"weights")]
     sender.open(before.challenge)
@@ -68,7 +68,7 @@ def test_a_recording_never_proves_its_sender() -> None:
     assert not worker.proven
 
 
-def test_early_words_that_a_proof_has_overtaken_are_still_their_senders() -> None:
+def test_an_early_envelope_overtaken_by_the_proof_is_still_accepted() -> None:
     sender, worker = ends()
     early = sender.seal(1, b"hello")
     sender.open(worker.challenge)
@@ -87,10 +87,10 @@ OTHER_ENDS: dict[str, tuple[SharedKey, Identity]] = {
 
 
 @pytest.mark.parametrize("other", OTHER_ENDS)
-def test_nothing_is_believed_on_another_link_or_under_another_key(other: str) -> None:
+def test_envelopes_of_another_link_or_key_are_refused(other: str) -> None:
     key, link = OTHER_ENDS[other]
     sender, worker = ends(key, link)
-    theirs, ours = met()
+    theirs, ours = proven_ends()
 
     with pytest.raises(AuthenticationError):
         worker.open(SenderSeal(KEY, LINK, "worker 0").seal(0, b"hello"))
@@ -102,8 +102,8 @@ def test_nothing_is_believed_on_another_link_or_under_another_key(other: str) ->
     assert announcement(key, link) != announcement(KEY, LINK)
 
 
-def test_what_an_end_said_is_not_believed_when_it_comes_back() -> None:
-    sender, worker = met()
+def test_an_envelope_reflected_to_its_author_is_refused() -> None:
+    sender, worker = proven_ends()
 
     with pytest.raises(AuthenticationError):
         sender.open(sender.seal(1, b"weights"))
@@ -114,14 +114,14 @@ def test_what_an_end_said_is_not_believed_when_it_comes_back() -> None:
 
 
 def test_a_second_worker_cannot_answer_on_a_link() -> None:
-    sender, _ = met()
+    sender, _ = proven_ends()
 
     with pytest.raises(AuthenticationError, match="Two workers"):
         sender.open(WorkerSeal(KEY, LINK).challenge)
 
 
-def test_nothing_in_an_envelope_can_be_changed() -> None:
-    sender, worker = met()
+def test_a_changed_or_truncated_envelope_is_refused() -> None:
+    sender, worker = proven_ends()
     text = sender.seal(1, b"weights", bytes(32))
 
     for position in range(len(text)):
@@ -136,7 +136,7 @@ def test_nothing_in_an_envelope_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_a_sender_is_told_why_it_is_refused_until_it_has_met_its_worker(reason: Reason) -> None:
+def test_a_refusal_gives_its_reason_only_before_the_workers_challenge(reason: Reason) -> None:
     sender, worker = ends()
     with pytest.raises(AuthenticationError, match="WEIGHTSYNC_KEY"):
         sender.open(refusal(reason))
@@ -146,7 +146,7 @@ def test_a_sender_is_told_why_it_is_refused_until_it_has_met_its_worker(reason: 
         sender.open(refusal(reason))
 
 
-def test_an_envelope_of_a_stranger_is_an_authentication_error_whatever_it_holds() -> None:
+def test_malformed_envelopes_raise_authentication_error() -> None:
     for text in (b"", b"WSYK", b"WSYN" + bytes(80), b"WSYK" + bytes(80), refusal(Reason.OTHER_KEY)[:-1] + b"\xff"):
         sender, _ = ends()
         with pytest.raises(AuthenticationError):
@@ -156,7 +156,7 @@ def test_an_envelope_of_a_stranger_is_an_authentication_error_whatever_it_holds(
 # ------------------------------------------------------------------------------------------------------ the key
 
 
-def _everything_said(key: str, caplog: pytest.LogCaptureFixture) -> str:
+def _texts_of_scheme_error_and_log(key: str, caplog: pytest.LogCaptureFixture) -> str:
     caplog.set_level(logging.DEBUG, "weightsync")
     scheme = DistributedWeightSyncScheme(key=key)
     sender, worker = ends(SharedKey(key))
@@ -165,23 +165,23 @@ def _everything_said(key: str, caplog: pytest.LogCaptureFixture) -> str:
     return "".join((repr(scheme), repr(vars(scheme)), repr(vars(sender)), repr(caught.value), caplog.text))
 
 
-def test_the_key_is_in_no_text(caplog: pytest.LogCaptureFixture) -> None:
-    assert "tell nobody" not in _everything_said("tell nobody", caplog)
+def test_the_key_appears_in_no_repr_error_or_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert "tell nobody" not in _texts_of_scheme_error_and_log("tell nobody", caplog)
 
 
-def test_a_scheme_takes_its_key_along() -> None:
+def test_a_pickled_scheme_keeps_its_key() -> None:
     scheme = DistributedWeightSyncScheme(key=b"secret")
 
     assert pickle.loads(pickle.dumps(scheme))._key == SharedKey("secret")
 
 
 @pytest.mark.parametrize("key", ["", b"", 7, "\ud800"])
-def test_what_is_no_key_is_refused(key: str) -> None:
+def test_invalid_keys_are_refused(key: str) -> None:
     with pytest.raises(ConfigurationError, match="key"):
         DistributedWeightSyncScheme(key=key)
 
 
-def test_the_environment_gives_the_key_that_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_defaults_to_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SharedKey.given(None) is None
     monkeypatch.setenv("WEIGHTSYNC_KEY", "of the environment")
     assert SharedKey.given(None) == SharedKey("of the environment")

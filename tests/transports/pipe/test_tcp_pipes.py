@@ -53,7 +53,7 @@ def guess(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("listens", ["trainer", "worker"])
-def test_a_stranger_at_the_port_neither_feeds_nor_reads_weights(listens: str) -> None:
+def test_a_tcp_peer_without_the_authkey_neither_sends_nor_receives_weights(listens: str) -> None:
     with Listener(("127.0.0.1", 0), authkey=AUTHKEY) as listener, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept, listener)
         said = forge(listener)
@@ -75,7 +75,7 @@ def test_a_stranger_at_the_port_neither_feeds_nor_reads_weights(listens: str) ->
         assert constants(model) == {3.0}
 
 
-def test_of_a_pipe_to_another_host_it_is_said_that_our_key_is_not_used(
+def test_a_pipe_to_another_host_warns_that_the_weightsync_key_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "weightsync")

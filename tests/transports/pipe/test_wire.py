@@ -36,7 +36,7 @@ def sealed(data: bytes) -> bytes:
 
 
 @given(strategies.messages)
-def test_what_is_encoded_comes_back(message):
+def test_every_message_is_decoded_as_it_was_encoded(message):
     assert message == codec.decode(codec.encode(message))
 
 
@@ -68,11 +68,11 @@ def nested(depth: int) -> SyncReport:
 
 
 @pytest.mark.parametrize("depth", [1, 2, report_codec.MAX_DEPTH])
-def test_a_report_comes_back_with_every_field(depth):
+def test_a_report_is_decoded_with_every_field(depth):
     assert report_codec.decode_report(report_codec.encode_report(nested(depth))) == nested(depth)
 
 
-def test_no_report_is_no_bytes():
+def test_an_absent_report_is_decoded_as_none():
     assert report_codec.decode_report(report_codec.encode_report(None)) is None
 
 
@@ -87,7 +87,7 @@ def test_no_report_is_no_bytes():
         ("apply_s", float("inf"), "has Infinity in place of a number"),
     ],
 )
-def test_a_report_with_a_wrong_field_is_refused_for_its_reason(field, value, reason):
+def test_a_report_with_an_invalid_field_is_refused_with_the_reason(field, value, reason):
     record = {**json.loads(report_codec.encode_report(REPORT)), field: value}
 
     with pytest.raises(ValueError, match=reason):
@@ -102,7 +102,7 @@ def test_a_report_nested_too_deep_is_refused_at_both_ends():
 
 
 @given(strategies.messages, st.integers(0, 8))
-def test_the_header_tells_what_follows(message, descriptors):
+def test_the_header_states_the_sizes_and_descriptors_that_follow(message, descriptors):
     data = codec.encode(message, descriptors)
     head = codec.peek(data[: codec.HEADER_NBYTES])
 
@@ -150,7 +150,7 @@ def test_every_changed_byte_is_noticed(message):
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_truncated_and_overlong_are_refused(message):
+def test_truncated_and_overlong_messages_are_refused(message):
     data = codec.encode(message)
     for size in range(len(data)):
         with pytest.raises(ProtocolError):
@@ -159,7 +159,7 @@ def test_truncated_and_overlong_are_refused(message):
         codec.decode(data + b"\0")
 
 
-def test_another_protocol_version_is_refused_by_name():
+def test_another_protocol_version_is_refused_with_its_number():
     data = bytearray(codec.encode(EXAMPLES[0]))
     data[4:6] = struct.pack("!H", 2024)
 
@@ -177,7 +177,7 @@ def test_an_absurd_length_is_refused_before_anything_is_allocated():
         codec.peek(sealed(bytes(data)))
 
 
-def test_a_header_alone_is_read_up_to_the_largest_body():
+def test_a_header_is_read_without_its_body_up_to_the_largest_body_size():
     data = codec.encode(EXAMPLES[0])
     largest = data[:20] + struct.pack("!I", codec.MAX_BODY_NBYTES) + data[24 : codec.HEADER_NBYTES]
 
@@ -194,7 +194,7 @@ def test_a_header_alone_is_read_up_to_the_largest_body():
     ],
     ids=["another magic", "short", "not zero"],
 )
-def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
+def test_an_invalid_header_is_refused_with_the_reason(data, said):
     with pytest.raises(ProtocolError, match=said):
         codec.peek(data)
 
@@ -213,7 +213,7 @@ def test_what_is_no_header_is_refused_with_what_is_wrong(data, said):
     ],
     ids=lambda misfit: next(iter(misfit)),
 )
-def test_what_does_not_fit_the_wire_is_a_configuration_error(misfit):
+def test_encoding_unencodable_values_raises_configuration_error(misfit):
     with pytest.raises(ConfigurationError, match="cannot be encoded"):
         codec.encode(replace(EXAMPLES[1], **misfit))
 
@@ -248,7 +248,7 @@ def on_device(**fields):
         "too large",
     ],
 )
-def test_numbers_and_memory_that_cannot_be_are_refused_at_both_ends(message, said, monkeypatch):
+def test_out_of_range_numbers_and_invalid_devices_are_refused_at_both_ends(message, said, monkeypatch):
     with pytest.raises(ConfigurationError, match=said):
         codec.encode(message)
     with monkeypatch.context() as unchecked:
@@ -263,17 +263,17 @@ def test_numbers_and_memory_that_cannot_be_are_refused_at_both_ends(message, sai
     [ON_DEVICE, replace(EXAMPLES[0], pid=2**31 - 1, devices=b"d" * 16), replace(EXAMPLES[1], nbytes=2**63 - 1)],
     ids=["a slot", "a process", "a payload"],
 )
-def test_the_largest_that_can_be_comes_back(message):
+def test_the_largest_valid_values_are_decoded_as_encoded(message):
     assert codec.decode(codec.encode(message)) == message
 
 
-def test_a_reason_that_is_no_unicode_still_travels():
+def test_a_traceback_that_is_not_valid_unicode_is_sent_escaped():
     refusal = replace(EXAMPLES[4], remote_traceback="file \udcff.py")
 
     assert codec.decode(codec.encode(refusal)).remote_traceback == "file \\udcff.py"
 
 
-def test_unread_keeps_a_bounded_part():
+def test_a_protocol_error_keeps_a_bounded_number_of_unread_bytes():
     with pytest.raises(ProtocolError) as caught:
         codec.decode(bytes(10**6))
 
@@ -290,6 +290,6 @@ def test_unread_keeps_a_bounded_part():
         (BaseRef(digest=b"e" * 16), None, "version 0 with 16 bytes of digest is no base"),
     ],
 )
-def test_a_delta_travels_inline_against_an_older_version_with_a_digest(base, slot, why):
+def test_a_delta_in_a_slot_or_with_an_invalid_base_is_refused(base, slot, why):
     with pytest.raises(ConfigurationError, match=why):
         codec.encode(replace(EXAMPLES[1], base=base), 0, slot)

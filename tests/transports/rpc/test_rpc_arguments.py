@@ -14,13 +14,13 @@ from weightsync import ConfigurationError, RPCWeightSyncScheme
 
 @pytest.mark.parametrize("name", ["collector_infos", "collector_rrefs"])
 @pytest.mark.parametrize("given", ["w0", 1, {"w0"}, {0: "w0"}])
-def test_what_is_no_list_is_refused(name: str, given: Any) -> None:
+def test_collector_arguments_that_are_not_lists_are_refused(name: str, given: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}= is .*one entry per worker"):
         RPCWeightSyncScheme().init_on_sender("policy", model=small(), **{name: given})
 
 
 @pytest.mark.parametrize("given", [None, 70_000, 2**70, -1])
-def test_what_names_no_worker_is_refused(given: Any, world: World) -> None:
+def test_values_that_name_no_worker_are_refused(given: Any, world: World) -> None:
     error = world.trainer.do(attempt, command, [given])
 
     assert isinstance(error, ConfigurationError)
@@ -32,7 +32,7 @@ def command_by_reference(setup: Any) -> None:
     command(setup, ["w0"], small, {"collector_rrefs": ["a collector"]})
 
 
-def test_what_is_no_reference_is_refused(world: World) -> None:
+def test_a_collector_rref_that_is_not_an_rref_is_refused(world: World) -> None:
     error = world.trainer.do(attempt, command_by_reference)
 
     assert isinstance(error, ConfigurationError)
@@ -45,7 +45,7 @@ def command_twice(setup: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["name", "rank", "info"])
-def test_a_worker_that_is_given_twice_is_refused_however_it_is_named(how: str, world: World) -> None:
+def test_a_worker_given_twice_by_name_rank_or_info_is_refused(how: str, world: World) -> None:
     error = world.trainer.do(attempt, command_twice, how)
 
     assert isinstance(error, ConfigurationError)
@@ -53,7 +53,7 @@ def test_a_worker_that_is_given_twice_is_refused_however_it_is_named(how: str, w
     world.trainer.do(retire)
 
 
-def test_what_can_be_counted_through_is_a_list(world: World) -> None:
+def test_a_generator_of_workers_is_accepted(world: World) -> None:
     world.workers[0].do(listen)
     world.trainer.do(command_by_generator)
     world.trainer.tell(send, 6.0)

@@ -55,7 +55,7 @@ class Raising(Collector):
         raise ValueError("the collector does not want them")
 
 
-class Theirs(Collector):
+class TorchRLStyleCollector(Collector):
     """A collector with the method of TorchRL's collectors, which takes TensorDicts."""
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **_: Any) -> None:
@@ -121,8 +121,8 @@ def test_a_collector_gets_the_format_of_the_strategy(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("named", [("infos", "class"), ()], ids=["class", "reference_alone"])
-def test_a_method_like_that_of_torchrls_collectors_is_given_a_tensordict(trainer: Any, named: tuple[str, ...]) -> None:
-    trainer.do(command_collectors, Theirs, ["w0"], "state_dict", named)
+def test_a_method_with_torchrls_signature_is_given_a_tensordict(trainer: Any, named: tuple[str, ...]) -> None:
+    trainer.do(command_collectors, TorchRLStyleCollector, ["w0"], "state_dict", named)
     for fill in (3.0, 4.0):
         assert trainer.do(send, fill).ok
         assert trainer.do(shown) == ("TensorDict", {fill})
@@ -148,14 +148,14 @@ def test_info_rref_and_class_address_a_collector(trainer: Any, registered: bool)
     assert trainer.do(shown) == ("dict", {6.0})
 
 
-def test_a_method_that_takes_the_reference_gets_it(trainer: Any) -> None:
+def test_a_static_method_that_takes_the_rref_is_given_it(trainer: Any) -> None:
     trainer.do(command_collectors, Reference, ["w0"])
     assert trainer.do(send, 5.0).ok
 
     assert trainer.do(shown)[1] == {5.0}
 
 
-def test_a_collector_that_raises_refuses_with_its_own_traceback(trainer: Any) -> None:
+def test_a_collector_that_raises_refuses_with_its_traceback(trainer: Any) -> None:
     trainer.do(command_collectors, Raising, ["w0"])
     error = trainer.do(attempt, send, 5.0)
 
@@ -176,15 +176,15 @@ def local_class() -> Any:
     return Here()
 
 
-def never() -> Any:
+def no_collector() -> Any:
     raise ValueError("there is no collector here")
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(local_class, "(Attribute|Pickling)Error: .*Here"), (never, "ValueError: there is no collector here")],
+    [(local_class, "(Attribute|Pickling)Error: .*Here"), (no_collector, "ValueError: there is no collector here")],
 )
-def test_a_collector_whose_class_cannot_be_found_out_is_lost_with_that_reason(
+def test_a_collector_whose_class_cannot_be_determined_is_lost_with_that_reason(
     trainer: Any, make: Any, why: str
 ) -> None:
     trainer.do(command_collectors, make, ["w0"], "state_dict", ())
@@ -219,7 +219,7 @@ def given(setup: WorkerSetup) -> Any:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def test_a_collector_in_a_process_with_our_receiver_is_reached_by_that(world: World, trainer: Any) -> None:
+def test_a_collector_in_a_process_with_a_receiver_is_updated_by_the_receiver(world: World, trainer: Any) -> None:
     world.workers[0].do(listen)
     trainer.do(command_collectors, Raising, ["w0"])
     trainer.tell(send, 6.0)
@@ -265,7 +265,7 @@ def test_a_collector_that_is_killed_is_lost(short_lived: Callable[..., World]) -
     assert world.trainer.do(shown, 1)[1] == {2.0}
 
 
-def test_a_collector_never_has_two_versions_to_take_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_is_given_one_version_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """RPC runs calls in several threads, so the older version could be the last to go live."""
     begun: list[Future[Any]] = []
 

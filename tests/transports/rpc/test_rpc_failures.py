@@ -33,7 +33,7 @@ from weightsync.transports import rpc as call_server
 Make = Callable[..., World]
 
 
-def test_the_worlds_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: Make) -> None:
+def test_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: Make) -> None:
     """While a worker is stopped for longer than ``rpc_timeout``, only the deadline ends waits; a late answer counts."""
     world = short_lived(2)
     for process in (world.trainer, *world.workers):  # set after joining the world, which may take longer
@@ -63,7 +63,7 @@ def send_within(setup: WorkerSetup, fill: float, timeout: float) -> Any:
     return send(setup, fill, timeout=timeout)
 
 
-def test_rpc_shut_down_in_the_trainer_loses_what_is_pending(short_lived: Make) -> None:
+def test_rpc_shutdown_in_the_trainer_loses_the_workers_of_an_outstanding_update(short_lived: Make) -> None:
     world = short_lived(1)
     world.workers[0].do(listen)
     world.trainer.do(command, ["w0"])
@@ -79,12 +79,12 @@ def test_rpc_shut_down_in_the_trainer_loses_what_is_pending(short_lived: Make) -
     world.workers[0].do(retire)
 
 
-def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(short_lived: Make) -> None:
+def test_rpc_shutdown_in_a_worker_loses_it_and_it_still_applies_the_arrived_update(short_lived: Make) -> None:
     world = short_lived(2)
     with world.syncing([0, 1]) as trainer:
         trainer.do(send_async, 2.0)
         assert world.workers[1].do(take)
-        world.workers[0].do(awaits_an_update)
+        world.workers[0].do(wait_for_an_arrived_update)
         world.workers[0].do(shut_down_rpc)
         error = trainer.do(attempt, wait_async)
         # The update had already arrived: it is applied, and its answer is lost.
@@ -101,7 +101,7 @@ def test_rpc_shut_down_in_a_worker_loses_it_and_its_late_answer_harms_nobody(sho
         assert world.workers[0].process.is_alive()
 
 
-def awaits_an_update(setup: WorkerSetup) -> None:
+def wait_for_an_arrived_update(setup: WorkerSetup) -> None:
     """Wait until an update has arrived, without reading it."""
     waited = Deadline(PATIENCE)
     while not any(isinstance(each.message, Update) for link in setup.receiver.driver.links() for each in link._arrived):
@@ -109,7 +109,7 @@ def awaits_an_update(setup: WorkerSetup) -> None:
         time.sleep(0.01)
 
 
-def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived: Make) -> None:
+def test_a_graceful_rpc_shutdown_returns_once_the_schemes_are_closed(short_lived: Make) -> None:
     world = short_lived(1)
     with world.syncing([0]) as trainer:
         trainer.tell(send, 2.0)
@@ -122,7 +122,7 @@ def test_shutting_down_gracefully_works_once_the_schemes_are_closed(short_lived:
     world.workers[0].answer()
 
 
-def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short_lived: Make) -> None:
+def test_after_a_death_no_process_can_join_and_a_graceful_shutdown_hangs(short_lived: Make) -> None:
     """Torch's behaviour, as the docs describe it."""
     world = short_lived(2)
     world.workers[0].kill()
@@ -139,7 +139,7 @@ def test_after_a_death_nobody_is_admitted_and_only_an_abrupt_shutdown_ends(short
     world.trainer.do(shut_down_rpc)
 
 
-def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) -> None:
+def test_a_lost_worker_is_reported_by_each_later_send(short_lived: Make) -> None:
     world = short_lived(2)
     with world.syncing([0, 1]) as trainer:
         world.workers[0].kill()
@@ -153,7 +153,7 @@ def test_a_link_that_was_lost_is_reported_again_by_each_send(short_lived: Make) 
             assert error.report.version == version
 
 
-def test_a_call_that_is_not_ours_is_refused_without_an_answer_owed(world: World) -> None:
+def test_a_call_with_a_foreign_frame_is_refused_at_once(world: World) -> None:
     refused = world.trainer.do(call_with, b"not a frame of ours")
 
     assert "does not start with the weightsync magic" in refused

@@ -90,7 +90,7 @@ def test_connect_gives_the_workers_their_first_weights(crew: World) -> None:
     assert crew.workers[1].answer() == {1.0}
 
 
-def test_a_send_is_live_in_the_background_when_it_returns(crew: World) -> None:
+def test_a_send_returns_once_the_background_readers_have_applied_it(crew: World) -> None:
     for index in (0, 1):
         crew.workers[index].tell(meet_trainer, index)
     crew.trainer.do(meet, ["w0", "w1"])
@@ -103,7 +103,7 @@ def test_a_send_is_live_in_the_background_when_it_returns(crew: World) -> None:
     assert [crew.workers[index].do(served) for index in (0, 1)] == [{2.0}, {3.0}]
 
 
-def test_a_worker_wired_by_calls_of_rpc_does_not_keep_the_trainer_waiting(crew: World) -> None:
+def test_a_worker_connected_by_an_rpc_call_does_not_block_the_trainer(crew: World) -> None:
     """TorchRL registers receivers in a call whose end the trainer awaits before it connects its own side."""
     started = time.monotonic()
     crew.trainer.do(meet_remote, "w0")

@@ -49,7 +49,7 @@ from weightsync.clock import Deadline
 
 
 @pytest.mark.parametrize("make", [small, large])
-def test_a_version_is_applied_and_answered_for(world: World, make: Any) -> None:
+def test_a_version_is_applied_and_acked_by_all_workers(world: World, make: Any) -> None:
     with world.syncing([0, 1, 2], make) as trainer:
         trainer.tell(send, 4.0)
         assert all(worker.do(take) for worker in world.workers)
@@ -68,7 +68,7 @@ def _key(setup: WorkerSetup, key: str | None) -> None:
 
 
 @pytest.mark.parametrize("make", [small, large])
-def test_with_a_key_a_worker_applies_what_comes_from_whoever_has_it_alone(world: World, make: Any) -> None:
+def test_with_a_key_a_worker_applies_only_updates_of_senders_with_the_same_key(world: World, make: Any) -> None:
     worker = world.workers[0]
     for process in (world.trainer, worker):
         process.do(_key, "k")
@@ -96,7 +96,7 @@ def test_with_a_key_a_worker_applies_what_comes_from_whoever_has_it_alone(world:
             process.do(_key, None)
 
 
-def test_over_shared_memory_as_is_torchs_default(short_lived: Any) -> None:
+def test_a_send_works_over_torchs_default_shared_memory_transport(short_lived: Any) -> None:
     world = short_lived(1, **ANYTHING)
     with world.syncing([0], large) as trainer:
         trainer.tell(send, 4.0)
@@ -106,7 +106,7 @@ def test_over_shared_memory_as_is_torchs_default(short_lived: Any) -> None:
         assert world.workers[0].do(shows) == (1, {4.0})
 
 
-def test_weights_of_every_dtype_and_shape(world: World) -> None:
+def test_weights_of_every_dtype_and_shape_arrive_bit_identical(world: World) -> None:
     with world.syncing([0], odd) as trainer:
         trainer.tell(send_odd)
         assert world.workers[0].do(take)
@@ -121,7 +121,7 @@ def test_weights_of_every_dtype_and_shape(world: World) -> None:
             )
 
 
-def test_a_subset_changes_nobody_else(world: World) -> None:
+def test_a_send_to_a_subset_changes_no_other_worker(world: World) -> None:
     with world.syncing([0, 1, 2]) as trainer:
         trainer.tell(send_to, 2.0, [0, 2])
         assert world.workers[0].do(take)
@@ -136,7 +136,7 @@ def send_to(setup: WorkerSetup, fill: float, worker_ids: list[int]) -> Any:
     return send(setup, fill, worker_ids=worker_ids)
 
 
-def test_the_asynchronous_form_sends_a_snapshot(world: World) -> None:
+def test_send_async_sends_a_snapshot_of_the_weights(world: World) -> None:
     with world.syncing([0, 1]) as trainer:
         pending = trainer.do(send_async, 3.0)
         trainer.do(overwrite)
@@ -155,7 +155,7 @@ def overwrite(setup: WorkerSetup) -> None:
             tensor.fill_(-1)
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_stay(world: World) -> None:
+def test_weights_that_do_not_fit_are_refused_and_the_old_weights_stay(world: World) -> None:
     world.workers[0].do(listen, large)
     world.workers[1].do(listen)
     trainer = world.trainer
@@ -184,7 +184,7 @@ def send_small(setup: WorkerSetup) -> Any:
     return setup.kept["sender"].send(small(5.0), timeout=PATIENCE)
 
 
-def test_many_versions_one_after_another(world: World) -> None:
+def test_thirty_versions_in_a_row_are_applied(world: World) -> None:
     with world.syncing([0]) as trainer:
         for version in range(1, 31):
             trainer.tell(send, float(version))
@@ -196,7 +196,7 @@ def test_many_versions_one_after_another(world: World) -> None:
 # ------------------------------------------------------------------------------------- early senders, other workers
 
 
-def test_what_is_sent_before_a_receiver_listens_waits_for_it(world: World) -> None:
+def test_an_update_sent_before_the_receiver_listens_waits_for_it(world: World) -> None:
     world.trainer.do(command, ["w0"])
     world.trainer.do(send_async, 7.0)
     error = world.trainer.do(attempt, wait_briefly)
@@ -214,7 +214,7 @@ def wait_briefly(setup: WorkerSetup) -> Any:
     return wait_async(setup, timeout=0.2)
 
 
-def test_waiting_calls_hold_no_thread_of_rpc(world: World) -> None:
+def test_waiting_calls_occupy_no_rpc_thread(world: World) -> None:
     """Each process of the world has only four threads for RPC."""
     world.trainer.do(command_many, "w0", 12)
 
@@ -233,7 +233,7 @@ def ask_pid(setup: WorkerSetup, name: str) -> int:
     return pid
 
 
-def test_calls_that_nobody_took_go_home_when_the_sender_closes(world: World) -> None:
+def test_calls_without_a_receiver_return_when_the_sender_closes(world: World) -> None:
     """A graceful shutdown of RPC would wait forever for calls that do not return."""
     world.trainer.do(command_many, "w1", 3)
     assert world.trainer.do(outstanding_calls) >= 3
@@ -254,7 +254,7 @@ def outstanding_calls(setup: WorkerSetup) -> int:
     return int(rpc.api._get_current_rpc_agent().get_debug_info()["agent.client_active_calls"])
 
 
-def test_two_models_over_one_world(world: World) -> None:
+def test_two_models_are_updated_over_one_rpc_world(world: World) -> None:
     world.workers[0].do(listen_two)
     world.trainer.do(command_two)
     world.trainer.do(send_two)
@@ -326,7 +326,7 @@ def test_a_sender_that_closes_says_goodbye(world: World) -> None:
         assert world.workers[0].do(shows) == (1, {1.0})
 
 
-def test_a_receiver_that_closes_is_removed_and_another_may_come(world: World) -> None:
+def test_the_worker_of_a_closed_receiver_is_removed_and_can_be_added_again(world: World) -> None:
     with world.syncing([0, 1]) as trainer:
         trainer.tell(send, 1.0)
         assert world.workers[0].do(take)
@@ -348,7 +348,7 @@ def add_again(setup: WorkerSetup, worker_id: int, name: str) -> None:
     setup.kept["sender"].add_worker(worker_id, name)
 
 
-def test_a_worker_that_serves_the_version_already_takes_a_new_link(world: World) -> None:
+def test_a_worker_that_already_serves_the_version_accepts_a_new_link(world: World) -> None:
     """Over a new link the weights travel until it is answered; over the former one, the worker mapped them."""
     with world.syncing([0], large) as trainer:
         for version in (1, 3):
@@ -378,7 +378,7 @@ def catch_up(setup: WorkerSetup) -> None:
         time.sleep(0.01)
 
 
-def test_one_receiver_a_model_in_a_process(world: World) -> None:
+def test_a_second_receiver_for_a_model_in_one_process_is_refused(world: World) -> None:
     world.workers[0].do(listen)
 
     assert isinstance(world.workers[0].do(attempt, listen_anew), ConfigurationError)
@@ -394,7 +394,7 @@ def listen_anew(setup: WorkerSetup) -> None:
 # ------------------------------------------------------------------------------------------- configuration, copies
 
 
-def test_without_rpc_nothing_can_be_sent() -> None:
+def test_init_on_sender_without_initialised_rpc_is_refused() -> None:
     scheme = RPCWeightSyncScheme()
     with pytest.raises(ConfigurationError, match="not initialised"):
         scheme.init_on_sender("policy", collector_infos=["w0"], model=small())
@@ -411,7 +411,7 @@ def test_without_rpc_nothing_can_be_sent() -> None:
         ({"collector_infos": ["w0"], "collector_rrefs": [1, 2]}, "collector_rrefs"),
     ],
 )
-def test_init_names_what_is_missing_or_contradictory(given: Any, missing: str) -> None:
+def test_init_on_sender_names_missing_or_contradictory_arguments(given: Any, missing: str) -> None:
     with pytest.raises(ConfigurationError, match=missing):
         RPCWeightSyncScheme().init_on_sender("policy", model=small(), **given)
 
@@ -443,7 +443,7 @@ def command_by_context(setup: WorkerSetup) -> None:
     setup.kept["sender"] = setup.scheme.get_sender()
 
 
-def test_an_unknown_name_is_refused_and_says_that_nobody_new_is_admitted(world: World) -> None:
+def test_an_unknown_name_is_refused_with_a_note_that_workers_cannot_be_replaced(world: World) -> None:
     error = world.trainer.do(attempt, command, ["w0", "w9"])
 
     assert isinstance(error, ConfigurationError)
@@ -453,7 +453,7 @@ def test_an_unknown_name_is_refused_and_says_that_nobody_new_is_admitted(world: 
     world.trainer.do(retire)
 
 
-def test_copies_owe_nothing_and_the_original_goes_on(world: World) -> None:
+def test_copies_are_uninitialized_and_the_original_continues(world: World) -> None:
     with world.syncing([0]) as trainer:
         trainer.do(send_async, 8.0)
         assert trainer.do(states_of_copies) == ["uninitialized"] * 2
@@ -473,7 +473,7 @@ def states_of_copies(setup: WorkerSetup) -> list[str]:
     ]
 
 
-def test_a_forked_child_cannot_speak_over_its_parents_rpc(world: World) -> None:
+def test_a_forked_child_cannot_send_over_its_parents_rpc(world: World) -> None:
     with world.syncing([0]) as trainer:
         said = trainer.do(said_by_a_forked_child)
         trainer.tell(send, 1.0)
@@ -532,7 +532,7 @@ def _send_critic(setup: WorkerSetup, name: str) -> Any:
                 return outcome
 
 
-def test_a_handshake_for_another_model_id_is_told_at_both_sides(world: World) -> None:
+def test_a_handshake_for_another_model_id_is_reported_on_both_sides(world: World) -> None:
     worker = world.workers[0]
     with world.syncing([0]) as trainer:
         worker.do(_listen_to_the_log)

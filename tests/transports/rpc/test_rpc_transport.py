@@ -80,7 +80,7 @@ def test_a_collector_that_raises_is_reported(trainer: Any) -> None:
     assert isinstance(trainer.do(attempt, push, 1.0), RefusedError)
 
 
-def test_a_worker_alone_means_a_receiver_of_ours(world: World, trainer: Any) -> None:
+def test_a_transport_with_only_a_worker_rank_sends_to_a_weightsync_receiver(world: World, trainer: Any) -> None:
     world.workers[0].do(listen)
     trainer.do(reach_rank, 1)
     trainer.tell(push, 7.0)
@@ -104,7 +104,7 @@ def test_both_ends_may_be_transports(world: World, trainer: Any) -> None:
     world.workers[1].do(retire)
 
 
-def test_a_worker_rank_gives_the_second_generations_results(world: World, trainer: Any) -> None:
+def test_receive_weights_with_a_worker_rank_behaves_as_in_generation_b(world: World, trainer: Any) -> None:
     trainer.do(reach_rank, 2)
     trainer.do(push_async, 9.0)
 
@@ -130,11 +130,11 @@ def take_by_hand(setup: WorkerSetup) -> tuple[str, set[float]]:
     return model_id, constants(model)
 
 
-def test_without_rpc_a_transport_refuses() -> None:
+def test_sending_without_initialised_rpc_is_refused() -> None:
     with RPCTransport("w0") as transport, pytest.raises(ConfigurationError, match="not initialised"):
         transport.send_weights("policy", {"a": torch.zeros(1)})
 
 
-def test_the_sending_end_receives_nothing() -> None:
+def test_receive_weights_of_the_sending_end_returns_none() -> None:
     with RPCTransport("w0") as transport:
         assert transport.receive_weights() is None

@@ -83,7 +83,7 @@ def test_g2_an_update_whose_payload_is_mapped_names_the_seal_of_its_memory(ends:
     assert ends.arrived(place, update).message.slot.seal == ends.buffer.sealed() != bytes(16)
 
 
-def test_g2_a_payload_goes_as_the_link_promised_although_an_answer_comes_in_between(ends: Ends) -> None:
+def test_g2_a_promise_to_map_or_carry_a_payload_holds_if_an_answer_arrives_meanwhile(ends: Ends) -> None:
     refused = Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no room")
     assert ends.shared.shares(ends.buffer)
     ends.hear(refused)
@@ -94,7 +94,7 @@ def test_g2_a_payload_goes_as_the_link_promised_although_an_answer_comes_in_betw
     assert ends.shared.place(UPDATE, ends.buffer) == (UPDATE, None)
 
 
-def test_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhile(ends: Ends) -> None:
+def test_a_promise_to_map_a_payload_holds_if_the_next_one_is_packed_meanwhile(ends: Ends) -> None:
     """Another thread of the trainer packs the next payload, between the two steps of this one's send."""
     following = Buffer(NBYTES, Storage.SEGMENTS)
     assert ends.shared.shares(ends.buffer)
@@ -103,7 +103,7 @@ def test_a_payload_goes_as_the_link_promised_although_the_next_is_packed_meanwhi
     assert ends.shared.place(UPDATE, following)[1] is not None
 
 
-def test_what_a_link_promised_of_a_payload_that_it_was_not_sent_does_not_hold_for_the_next_in_that_buffer(
+def test_a_promise_for_an_unsent_payload_does_not_hold_for_the_next_in_its_buffer(
     ends: Ends,
 ) -> None:
     """The payload of the promise went only to other workers."""
@@ -118,7 +118,7 @@ def test_what_a_link_promised_of_a_payload_that_it_was_not_sent_does_not_hold_fo
     assert not ends.shared.shares(ends.buffer)
 
 
-def test_g3_a_mapped_payload_is_the_trainers_memory_and_what_a_worker_writes_is_its_own(ends: Ends) -> None:
+def test_g3_a_mapped_payload_is_the_trainers_memory_and_a_workers_writes_stay_private(ends: Ends) -> None:
     place = ends.place()
     assert place is not None
 
@@ -127,7 +127,7 @@ def test_g3_a_mapped_payload_is_the_trainers_memory_and_what_a_worker_writes_is_
     assert received.slot.seal == ends.buffer.sealed()
     assert received.payload == ends.buffer.view[:NBYTES]
     ends.buffer.view[5] = before = (ends.buffer.view[5] + 1) % 256
-    assert received.payload[5] == before, "it is a copy"
+    assert received.payload[5] == before, "the payload is a copy of the trainer's memory"
     received.payload[5] = (before + 1) % 256
     assert ends.buffer.view[5] == before
 
@@ -144,14 +144,14 @@ def test_g3_a_buffer_is_pinned_until_the_worker_has_acked_a_newer_version(ends: 
     assert ends.buffer.pinned
 
 
-def test_g3_what_a_lost_worker_may_still_read_is_never_written_again(ends: Ends) -> None:
+def test_g3_a_buffer_that_a_lost_worker_may_still_read_is_retired(ends: Ends) -> None:
     ends.place()
     ends.shared.close()
     assert ends.buffer.retired
     assert ends.place(2) is None
 
 
-def test_a_refused_payload_is_carried_next_time_and_mapped_again_after_an_ack(ends: Ends) -> None:
+def test_after_a_refusal_payloads_are_carried_until_an_ack_and_then_mapped_again(ends: Ends) -> None:
     ends.place(1)
     ends.hear(Refusal(model_id="m", incarnation=1, version=1, kind=RefusalKind.REFUSED, reason="no room"))
     assert not ends.buffer.pinned
@@ -161,7 +161,7 @@ def test_a_refused_payload_is_carried_next_time_and_mapped_again_after_an_ack(en
 
 
 @pytest.mark.parametrize("changed", [{"host": bytes(16)}, {"pid": 0, "started": 0}, {"started": 1}])
-def test_a_worker_that_cannot_reach_the_trainers_memory_does_not_say_that_it_can(changed: dict[str, Any]) -> None:
+def test_a_worker_that_cannot_open_the_trainers_memory_does_not_offer_to_map_it(changed: dict[str, Any]) -> None:
     server, links, shared = CallServer("m"), [], SharedPayloads()
     stop = server.open(links.append)
     answer = server.submit(Parcel("a", 0, hello(**changed)))
@@ -176,7 +176,9 @@ def test_a_worker_that_cannot_reach_the_trainers_memory_does_not_say_that_it_can
 
 
 @pytest.mark.parametrize("gone", ["descriptor", "inode", "process", "other file"])
-def test_a_payload_that_cannot_be_mapped_is_untaken_and_the_link_goes_on(ends: Ends, gone: str, tmp_path: Any) -> None:
+def test_a_payload_that_cannot_be_mapped_is_untaken_and_the_link_stays_open(
+    ends: Ends, gone: str, tmp_path: Any
+) -> None:
     place = ends.place()
     assert place is not None
     with (tmp_path / "file").open("wb") as file:
@@ -193,7 +195,7 @@ def test_a_payload_that_cannot_be_mapped_is_untaken_and_the_link_goes_on(ends: E
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_g11_a_payload_that_no_descriptor_is_left_for_is_untaken_for_that_reason(ends: Ends, left: int) -> None:
+def test_g11_a_payload_without_a_free_descriptor_is_untaken_with_that_reason(ends: Ends, left: int) -> None:
     place = ends.place()
     assert place is not None
     with descriptors_left(left):
@@ -202,7 +204,7 @@ def test_g11_a_payload_that_no_descriptor_is_left_for_is_untaken_for_that_reason
     assert "Too many open files" in received.untaken
 
 
-def test_a_process_of_another_start_has_no_longer_the_memory(ends: Ends) -> None:
+def test_a_payload_of_a_process_with_a_reused_pid_is_untaken(ends: Ends) -> None:
     place = ends.place()
     assert place is not None
     received = ends.arrived(place._replace(started=place.started + 1))
@@ -210,12 +212,12 @@ def test_a_process_of_another_start_has_no_longer_the_memory(ends: Ends) -> None
 
 
 @pytest.mark.parametrize("carried", [(1, 2, 3), (1, 2, 3, "4"), (1, 2, 3, True), [1, 2, 3, 4], "1234"])
-def test_a_place_that_is_none_is_a_protocol_error(carried: object) -> None:
+def test_a_malformed_segment_place_is_a_protocol_error(carried: object) -> None:
     with pytest.raises(ProtocolError, match="place in memory"):
         SegmentPlace.read(carried)
 
 
-def test_an_update_larger_than_its_segment_breaks_the_protocol(ends: Ends) -> None:
+def test_an_update_larger_than_its_segment_is_a_protocol_error(ends: Ends) -> None:
     place = ends.place()
     assert place is not None
     nbytes = ends.buffer.nbytes + 1
@@ -223,7 +225,7 @@ def test_an_update_larger_than_its_segment_breaks_the_protocol(ends: Ends) -> No
         ends.arrived(place, Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes))
 
 
-def test_under_a_key_no_call_names_memory_since_that_may_change_after_it_was_authenticated(ends: Ends) -> None:
+def test_with_a_key_a_call_that_names_memory_is_a_protocol_error(ends: Ends) -> None:
     place, server, links = ends.place(), CallServer("m"), []
     stop = server.open(links.append, SharedKey("a secret that both ends have"))
     with pytest.raises(ProtocolError, match="under a key"):
@@ -257,7 +259,7 @@ class _Counted:
         def place(shared: SharedPayloads, update: Update, payload: Buffer | None) -> tuple[Update, SegmentPlace | None]:
             named = real(shared, update, payload)
             found.append(named[1] is not None)
-            assert found[-1] != bool(update.digest), "what travels has a digest, and what is mapped has none"
+            assert found[-1] != bool(update.digest), "a carried payload has a digest, and a mapped one has none"
             return named
 
         SharedPayloads.place = place  # type: ignore[method-assign]
@@ -305,7 +307,7 @@ def test_over_rpc_a_payload_that_cannot_be_mapped_is_refused_then_carried_and_la
         worker.do(_unreachable)
         for fill, shown in ((2.0, {1.0}), (3.0, {3.0}), (4.0, {4.0}), (5.0, {5.0})):
             if fill == 4.0:
-                worker.do(_see_again)
+                worker.do(_reachable_again)
             trainer.tell(attempt, send, fill)
             assert worker.do(_shows) == shown
             error = trainer.answer()
@@ -314,5 +316,5 @@ def test_over_rpc_a_payload_that_cannot_be_mapped_is_refused_then_carried_and_la
         assert trainer.do(_counted) == [True, False, True, True]
 
 
-def _see_again(setup: Any) -> None:
+def _reachable_again(setup: Any) -> None:
     setup.kept.pop("blind").close()

@@ -71,7 +71,7 @@ _SENT = {
     TrainerPoint.ANSWERED: SenderInput.REPLY,
 }
 #: The points at which the test sends the signal from outside the process.
-FROM_WITHOUT = (WorkerPoint.IDLE, WorkerPoint.OUTSTANDING, TrainerPoint.IDLE, TrainerPoint.OUTSTANDING)
+STRUCK_FROM_OUTSIDE = (WorkerPoint.IDLE, WorkerPoint.OUTSTANDING, TrainerPoint.IDLE, TrainerPoint.OUTSTANDING)
 
 
 @dataclass(frozen=True)
@@ -334,4 +334,4 @@ def gone_or_stopped(pid: int) -> str:
         if found := struck(pid):
             return found
         time.sleep(0.005)
-    raise AssertionError(f"process {pid} never came to where it is struck")
+    raise AssertionError(f"process {pid} was neither stopped nor killed")

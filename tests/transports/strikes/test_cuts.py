@@ -18,7 +18,7 @@ from striking import abandon, follow_through, follow_until_gone, holds, look, se
 
 STORE, LINK, ALL = Part
 CUT, RESET, SILENCE = Failure
-LOUD = (CUT, RESET)
+CONNECTION_ENDING = (CUT, RESET)
 #: The cases that run in `make test`. The others run in `make verify`.
 DAILY = {("idle", "store", STORE, CUT), ("idle", "store", STORE, SILENCE), ("mid-payload", "tcp", LINK, CUT)}
 
@@ -44,11 +44,13 @@ def over(when: str, **transports: Iterable[tuple[Part, Failure]]) -> Any:
 
 @over(
     "mid-payload",
-    tcp=[(LINK, failure) for failure in LOUD],
-    rpc=[(LINK, failure) for failure in LOUD],
+    tcp=[(LINK, failure) for failure in CONNECTION_ENDING],
+    rpc=[(LINK, failure) for failure in CONNECTION_ENDING],
     store=[(part, failure) for part in Part for failure in Failure if (part, failure) != (LINK, SILENCE)],
 )
-def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(cut: Cut, part: Part, failure: Failure) -> None:
+def test_g10_a_network_failure_mid_payload_loses_only_the_worker_behind_it(
+    cut: Cut, part: Part, failure: Failure
+) -> None:
     cut.in_the_middle(lambda: cut.fail(part, failure))
     _is_reported(cut, part)
     if part is not LINK:
@@ -61,10 +63,12 @@ def test_g10_a_network_that_fails_mid_payload_loses_its_worker_only(cut: Cut, pa
 
 @over(
     "idle",
-    tcp=[(LINK, failure) for failure in LOUD],
+    tcp=[(LINK, failure) for failure in CONNECTION_ENDING],
     store=[(part, failure) for part in (STORE, ALL) for failure in Failure],
 )
-def test_g10_a_network_that_fails_idle_is_reported_by_the_next_send(cut: Cut, part: Part, failure: Failure) -> None:
+def test_g10_a_network_failure_between_sends_is_reported_by_the_next_send(
+    cut: Cut, part: Part, failure: Failure
+) -> None:
     cut.fail(part, failure)
     _is_reported(cut, part)
     if part is not LINK:
@@ -104,7 +108,9 @@ def _comes_back(cut: Cut) -> None:
 
 
 @over("silent", tcp=[(LINK, SILENCE)], rpc=[(LINK, SILENCE)], store=[(LINK, SILENCE)])
-def test_g10_a_link_that_falls_silent_costs_the_deadline_and_goes_on(cut: Cut, part: Part, failure: Failure) -> None:
+def test_g10_a_worker_behind_a_silent_link_times_out_and_later_sends_succeed(
+    cut: Cut, part: Part, failure: Failure
+) -> None:
     """Since the connection does not end, only the deadline shows that the worker is unreachable."""
     fleet = cut.fleet
     cut.in_the_middle(lambda: cut.fail(part, failure))
@@ -124,7 +130,7 @@ def test_g10_a_link_that_falls_silent_costs_the_deadline_and_goes_on(cut: Cut, p
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("cut", ["store"], indirect=True)
-def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(cut: Cut) -> None:
+def test_g10_a_trainer_killed_mid_payload_is_reported_by_each_worker(cut: Cut) -> None:
     """The bytes that the kernel has already taken still arrive, possibly the whole payload."""
     fleet = cut.fleet
     cut.in_the_middle(lambda: os.kill(fleet.trainer.pid, signal.SIGKILL))
@@ -139,7 +145,7 @@ def test_g10_a_trainer_killed_in_the_middle_of_a_payload_is_reported(cut: Cut) -
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_g10_a_handshake_over_a_network_that_swallows_it_times_out(unmet: Cut) -> None:
+def test_g10_a_worker_whose_handshake_is_lost_by_the_network_times_out(unmet: Cut) -> None:
     fleet = unmet.fleet
     for worker in (fleet.victim, fleet.other):
         fleet.start_receiver(worker)

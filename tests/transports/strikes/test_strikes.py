@@ -15,8 +15,8 @@ import pytest
 from fleet import segments
 from fleets import APPLIED, LOST, MARKS, TIMED_OUT, Fleet, Wanted, kinds
 from striking import (
-    FROM_WITHOUT,
     SHORT,
+    STRUCK_FROM_OUTSIDE,
     Signal,
     Strike,
     TrainerPoint,
@@ -70,7 +70,7 @@ def over(points: dict[str, Iterable[Any]], daily: Any = (), dies: bool = False, 
     """Parametrize over the fleets, and over the points that are tested with each."""
 
     def marks(transport: str, at: Any) -> tuple[Any, ...]:
-        everyday = (transport, at) in daily or (transport in OVER_PIPES and at not in FROM_WITHOUT)
+        everyday = (transport, at) in daily or (transport in OVER_PIPES and at not in STRUCK_FROM_OUTSIDE)
         return (*MARKS.get(transport, ()), *(() if everyday else (pytest.mark.slow,)))
 
     cases = [
@@ -84,7 +84,7 @@ def over(points: dict[str, Iterable[Any]], daily: Any = (), dies: bool = False, 
 @over(WORKER, KILLED_DAILY, dies=True)
 def test_g10_a_killed_worker_is_lost_and_the_others_are_served(fleet: Fleet, at: WorkerPoint) -> None:
     """Kill a worker at each point. Later sends reach its replacement, or name the reason why there is none."""
-    report = _killed_from_without(fleet, at) if at in FROM_WITHOUT else _killed(fleet, at)
+    report = _killed_from_outside(fleet, at) if at in STRUCK_FROM_OUTSIDE else _killed(fleet, at)
     version = report.version
 
     if at is WorkerPoint.ANSWERED:
@@ -121,7 +121,7 @@ def _killed(fleet: Fleet, at: WorkerPoint) -> SyncReport:
     return report
 
 
-def _killed_from_without(fleet: Fleet, at: WorkerPoint) -> SyncReport:
+def _killed_from_outside(fleet: Fleet, at: WorkerPoint) -> SyncReport:
     fleet.start()
     if at is WorkerPoint.OUTSTANDING:
         fleet.victim.stop()  # so that it cannot answer before it is killed
@@ -134,7 +134,7 @@ def _killed_from_without(fleet: Fleet, at: WorkerPoint) -> SyncReport:
 
 
 @over(WORKER, STOPPED_DAILY)
-def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(fleet: Fleet, at: WorkerPoint) -> None:
+def test_g10_a_stopped_worker_times_out_and_its_late_answer_counts(fleet: Fleet, at: WorkerPoint) -> None:
     """Stop a worker at each point, and resume it after the deadline."""
     version = _stopped(fleet, at)
     survives = at is WorkerPoint.ANSWERED and LOST not in fleet.answered
@@ -163,9 +163,9 @@ def test_g10_a_stopped_worker_costs_the_deadline_and_its_late_answer_counts(flee
 
 def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
     """Stop the victim at a point of a send that the other worker applies. Returns the version sent."""
-    version = 2 if at in FROM_WITHOUT else 1
+    version = 2 if at in STRUCK_FROM_OUTSIDE else 1
     fleet.outlast_stops()
-    if at in FROM_WITHOUT:
+    if at in STRUCK_FROM_OUTSIDE:
         fleet.start()
         fleet.victim.stop()
     else:
@@ -182,7 +182,7 @@ def _stopped(fleet: Fleet, at: WorkerPoint) -> int:
 
 
 @over(TRAINER, TRAINER_DAILY, dies=True, led=True)
-def test_g10_a_killed_trainer_leaves_whole_weights_and_room_for_the_next(fleet: Fleet, at: TrainerPoint) -> None:
+def test_g10_a_killed_trainer_leaves_untorn_weights_and_a_successor_takes_over(fleet: Fleet, at: TrainerPoint) -> None:
     """Kill the trainer at each point. The workers notice, and a new trainer takes over."""
     workers = fleet.victim, fleet.other
     for worker in workers:
@@ -218,14 +218,16 @@ def _strike_trainer(fleet: Fleet, at: TrainerPoint, sent: Signal) -> None:
         elif at is not TrainerPoint.IDLE:
             fleet.trainer.do(arm_sender, strike)
             fleet.trainer.tell(send, 2.0)
-    if at not in FROM_WITHOUT:
+    if at not in STRUCK_FROM_OUTSIDE:
         gone_or_stopped(fleet.trainer.pid)
     elif sent is Signal.KILL:
         fleet.trainer.kill()
 
 
 @over(STOPPED_TRAINER, led=True)
-def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: TrainerPoint) -> None:
+def test_g10_a_stopped_trainer_blocks_no_worker_and_its_send_completes_once_resumed(
+    fleet: Fleet, at: TrainerPoint
+) -> None:
     """Stop the trainer at each point while its workers receive. Once it is resumed, its send reaches them."""
     fleet.outlast_stops()
     workers = fleet.victim, fleet.other
@@ -245,7 +247,7 @@ def test_g10_a_stopped_trainer_holds_nobody_up_and_goes_on(fleet: Fleet, at: Tra
 
 
 @over(CLOSED, {("store", WorkerPoint.PAYLOAD)})
-def test_g10_a_trainer_closes_while_a_worker_is_stopped_in_the_middle(fleet: Fleet, at: WorkerPoint) -> None:
+def test_g10_close_does_not_wait_for_a_worker_stopped_mid_payload(fleet: Fleet, at: WorkerPoint) -> None:
     """The close does not wait for the worker's answer, and the worker serves the whole update or nothing of it."""
     before = segments()
     fleet.outlast_stops()

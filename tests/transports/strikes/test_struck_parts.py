@@ -63,7 +63,7 @@ def strike_worker(fleet: PipePartsFleet | StorePartsFleet, sent: Signal) -> None
         fleet.follow(worker, 4)
 
 
-def test_g10_a_worker_killed_amid_parts_is_lost_and_the_others_are_served(
+def test_g10_a_worker_killed_between_parts_is_lost_and_the_others_are_served(
     fleet: PipePartsFleet | StorePartsFleet,
 ) -> None:
     strike_worker(fleet, Signal.KILL)
@@ -76,7 +76,7 @@ def test_g10_a_worker_killed_amid_parts_is_lost_and_the_others_are_served(
     fleet.goes_on(5)
 
 
-def test_g10_a_worker_stopped_amid_parts_costs_the_deadline_and_its_late_answer_counts(
+def test_g10_a_worker_stopped_between_parts_times_out_and_its_late_answer_counts(
     fleet: PipePartsFleet | StorePartsFleet,
 ) -> None:
     fleet.outlast_stops()
@@ -96,7 +96,7 @@ def test_g10_a_worker_stopped_amid_parts_costs_the_deadline_and_its_late_answer_
 
 
 @pytest.mark.gloo
-def test_g10_a_trainer_killed_amid_parts_leaves_whole_weights_and_room_for_the_next(
+def test_g10_a_trainer_killed_between_parts_leaves_untorn_weights_and_a_successor_takes_over(
     over_store: StorePartsFleet,
 ) -> None:
     fleet, workers = over_store, (over_store.victim, over_store.other)
