@@ -44,7 +44,9 @@ EXAMPLES: dict[str, str] = {
     "queue_scheme.py": (
         "tests/transports/conformance/test_example_in_docs.py::test_the_example_scheme_of_the_docs_sends_over_its_links"
     ),
-    "queue_transport.py": "tests/transports/conformance/test_example_in_docs.py::test_the_example_transport_of_the_docs_conforms",
+    "queue_transport.py": (
+        "tests/transports/conformance/test_example_in_docs.py::test_the_example_transport_of_the_docs_conforms"
+    ),
     "torchrun_fsdp.py": (
         "tests/docs/test_documents.py::test_the_fsdp_program_serves_the_whole_model_and_every_rank_reports_it"
     ),
