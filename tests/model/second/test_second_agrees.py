@@ -45,7 +45,7 @@ def model() -> Manifest:
     return Manifest.read(find_model())
 
 
-def _as_found(model: Manifest, name: str, *found: str, counts: Counts | None = None) -> Verdict:
+def _forged_verdict(model: Manifest, name: str, *found: str, counts: Counts | None = None) -> Verdict:
     """A forged verdict of TLC."""
     [configuration] = model.select([name])
     outcome = Ended(Ending.EXITED, 0, Findings(counts=counts or configuration.pinned), 0.0)
@@ -61,7 +61,7 @@ def _run(toolchain: Toolchain, model: Manifest, name: str, most: int = 10_000) -
     return GraphRun(toolchain, Model(model.folder, "MC", constants), most=most)
 
 
-def test_both_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
+def test_tlc_and_the_second_checker_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
     chosen = model.select([*FOUND, "MCCheckerAssume"])
     calls: list[str] = []
     first = Suite(toolchain, model, Unobserved()).run(chosen)
@@ -74,29 +74,29 @@ def test_both_find_the_same(toolchain: Toolchain, model: Manifest) -> None:
     assert all(verdict.counts for verdict in second if verdict.first.configuration.expected is Expected.PASS)
 
 
-def test_a_disagreement_is_an_error_either_way_and_is_reported(toolchain: Toolchain, model: Manifest) -> None:
+def test_a_violation_that_only_one_checker_finds_is_a_complaint(toolchain: Toolchain, model: Manifest) -> None:
     dump = _run(toolchain, model, "MCCanaryStaleAck").run()
     question = question_of(config_of(model, "MCCanaryStaleAck"))
 
-    blind = judge_again(_as_found(model, "MCCanaryStaleAck"), question, dump, 0.0)
+    blind = judge_again(_forged_verdict(model, "MCCanaryStaleAck"), question, dump, 0.0)
     assert blind.complaints == ("TLC found that all holds; the second checker found NoStaleAck violated",)
     assert list(story(blind))[-1].split(". ")[1] == "AnswerAck(1, 1, 1, 1)"
 
-    seeing = _as_found(model, "MCCanaryStaleAck", "TypeOK violated")
+    seeing = _forged_verdict(model, "MCCanaryStaleAck", "TypeOK violated")
     [complaint] = judge_again(seeing, replace(question, names=("TypeOK",)), dump, 0.0).complaints
     assert complaint == "TLC found TypeOK violated; the second checker found that all holds"
 
 
-def test_a_proof_of_another_graph_is_an_error(toolchain: Toolchain, model: Manifest) -> None:
+def test_a_proof_of_a_graph_with_other_counts_is_a_complaint(toolchain: Toolchain, model: Manifest) -> None:
     dump = _run(toolchain, model, "MCWorld").run()
     question = question_of(config_of(model, "MCWorld"))
-    assert judge_again(_as_found(model, "MCWorld"), question, dump, 0.0).agrees
+    assert judge_again(_forged_verdict(model, "MCWorld"), question, dump, 0.0).agrees
 
-    [complaint] = judge_again(_as_found(model, "MCWorld", counts=Counts(1, 2, 3)), question, dump, 0.0).complaints
+    [complaint] = judge_again(_forged_verdict(model, "MCWorld", counts=Counts(1, 2, 3)), question, dump, 0.0).complaints
     assert "TLC checked a graph of" in complaint
 
 
-def test_a_step_that_is_not_read_is_noticed(
+def test_a_dump_without_one_of_its_steps_raises_dump_error(
     toolchain: Toolchain, model: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run(toolchain, model, "MCCanaryStaleAck")
@@ -113,17 +113,17 @@ def test_a_step_that_is_not_read_is_noticed(
         run.run()
 
 
-def test_a_part_is_what_tlc_met_first(toolchain: Toolchain, model: Manifest) -> None:
+def test_a_partial_dump_has_the_states_that_tlc_found_first(toolchain: Toolchain, model: Manifest) -> None:
     whole = _run(toolchain, model, "MCDuplicates").run()
     part = _run(toolchain, model, "MCDuplicates", most=50).run()
     assert (whole.became, part.became, len(part.graph.nodes)) == (Dumped.WHOLE, Dumped.PART, 51)
     assert part.graph.nodes == whole.graph.nodes[:51]
 
     question = question_of(config_of(model, "MCDuplicates"))
-    assert "are read at most" in judge_again(_as_found(model, "MCDuplicates"), question, part, 0.0).left_out
+    assert "are read at most" in judge_again(_forged_verdict(model, "MCDuplicates"), question, part, 0.0).left_out
 
 
-def test_a_dump_that_is_stopped_leaves_nothing(
+def test_a_stopped_dump_leaves_no_temporary_files(
     toolchain: Toolchain, model: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

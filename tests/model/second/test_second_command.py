@@ -46,7 +46,7 @@ def verdict(manifest: Manifest, name: str) -> Verdict:
     )
 
 
-def test_the_second_checker_has_a_line_for_each_and_says_what_it_left_out(manifest: Manifest) -> None:
+def test_the_second_checker_prints_a_line_for_each_configuration_and_names_those_left_out(manifest: Manifest) -> None:
     console = Console(file=io.StringIO(), width=120)
     holds = SecondVerdict(verdict(manifest, "Holds"), Counts(6, 5, 5), 5, 6, seconds=1.25)
     small = SecondVerdict(verdict(manifest, "TooSmall"), None, 4, 3, complaints=("TLC found another",), seconds=0.5)
@@ -89,7 +89,7 @@ def examined(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("tier", Tier)
-def test_the_second_checker_looks_at_those_of_its_tier(
+def test_the_second_checker_gets_the_configurations_of_its_tier(
     runner: CliRunner, manifest: Manifest, examined: list[str], tier: Tier
 ) -> None:
     result = runner.invoke(check.app, ["model", "--all", "--second", tier.value, "--model", str(SPECS)])
@@ -98,7 +98,7 @@ def test_the_second_checker_looks_at_those_of_its_tier(
     assert examined == [found.name for found in manifest.tier(tier)]
 
 
-def failing_first(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *changes: dict[str, Any]) -> None:
+def change_first_verdict(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *changes: dict[str, Any]) -> None:
     """Apply the next of ``changes`` to the first configuration's verdict in each run, until none is left."""
     users, left = importlib.import_module("weightsync.cli.check"), list(changes)
 
@@ -111,10 +111,10 @@ def failing_first(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, *changes:
 
 
 @pytest.mark.usefixtures("examined")
-def test_the_last_lines_say_what_differs(
+def test_the_last_lines_of_output_show_the_configuration_that_differs(
     runner: CliRunner, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing_first(monkeypatch, manifest, {"complaints": ("the state graph has changed",)})
+    change_first_verdict(monkeypatch, manifest, {"complaints": ("the state graph has changed",)})
 
     result = runner.invoke(check.app, ["model", "--all", "--second", "quick", "--model", str(SPECS)])
 
@@ -128,7 +128,7 @@ def test_the_last_lines_say_what_differs(
 
 @pytest.mark.usefixtures("examined")
 @pytest.mark.parametrize(("times", "exit_code"), [(1, 0), (2, 1)])
-def test_a_run_without_a_verdict_is_shown_and_runs_once_more(
+def test_a_run_without_a_verdict_is_shown_and_repeated_once(
     runner: CliRunner,
     manifest: Manifest,
     monkeypatch: pytest.MonkeyPatch,
@@ -139,7 +139,7 @@ def test_a_run_without_a_verdict_is_shown_and_runs_once_more(
         "complaints": ("no verdict: TLC exited with -9",),
         "outcome": Outcome(Ending.EXITED, -9, Findings(), 1.25),
     }
-    failing_first(monkeypatch, manifest, *[killed] * times)
+    change_first_verdict(monkeypatch, manifest, *[killed] * times)
 
     result = runner.invoke(check.app, ["model", "--all", "--second", "quick", "--model", str(SPECS)])
 
@@ -151,7 +151,7 @@ def test_a_run_without_a_verdict_is_shown_and_runs_once_more(
     )
 
 
-def test_a_second_checker_that_would_look_at_nothing_is_refused(
+def test_a_tier_of_which_no_configuration_was_chosen_is_refused(
     runner: CliRunner, manifest: Manifest, examined: list[str]
 ) -> None:
     larger = next(found.name for found in manifest.configurations if found.tier is Tier.ALL)

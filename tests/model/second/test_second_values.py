@@ -29,7 +29,7 @@ from weightsync.model.text import Library
         ("[p |-> 5, v |-> 4, k |-> 3, w |-> 2, s |-> 1]", Message(1, 2, 3, 4, 5)),
     ],
 )
-def test_a_value_is_read(text, value):
+def test_values_that_tlc_prints_are_parsed(text, value):
     assert parse(text) == value
 
 
@@ -65,7 +65,7 @@ def _node(**changes: str) -> list[str]:
     return [*(_line(name, value) for name, value in (_NODE | changes).items()), _line("FROM", "<<>>")]
 
 
-def test_lines_become_a_graph():
+def test_printed_nodes_and_steps_become_a_graph():
     reader = GraphReader()
     for line in (
         *_node(),
@@ -103,20 +103,20 @@ def model() -> Manifest:
     return Manifest.read(find_model())
 
 
-def test_constants_are_read_as_they_are_written():
+def test_constants_made_from_bounds_are_read_as_the_same_bounds():
     bounds = Bounds(2, 1, 2, 1, 3, frozenset({"copy", "async"}), frozenset({"Loses"}), frozenset({"FenceKept"}),
                     frozenset({"Reads"}))  # fmt: skip
     assert Bounds.read(bounds.constants) == bounds
 
 
 @pytest.mark.parametrize("wrong", [{"Senders": [1, 3]}, {"MaxLink": True}, {"Loses": 0}, {"Features": "copy"}])
-def test_a_constant_of_another_kind_is_refused_by_its_name(wrong):
+def test_a_constant_of_a_wrong_type_is_refused_by_name(wrong):
     constants = {**Bounds(1, 1, 1, 1, 1, frozenset()).constants, **wrong}
     with pytest.raises(ConfigurationError, match=f"The configuration's {next(iter(wrong))} "):
         Bounds.read(constants)
 
 
-def test_each_property_of_the_model_has_a_second_reading(model):
+def test_the_second_checker_knows_each_property_of_the_model(model):
     """Except for a canary, which is then left out with a line of output."""
     library = Library(model.folder)
     for found in model.configurations:
@@ -124,7 +124,7 @@ def test_each_property_of_the_model_has_a_second_reading(model):
             assert set(question_of(found.config).names) <= KNOWN, found.name
 
 
-def test_only_what_has_another_next_or_no_graph_is_left_out_by_its_kind(model):
+def test_configurations_without_a_graph_or_with_too_many_states_are_left_out_with_the_reason(model):
     library = Library(model.folder)
     reasons = {found.name: reason_to_leave_out(found, library) for found in model.configurations}
     assert reasons["MCCheckerAssume"] == "a false assumption has no graph"
@@ -140,13 +140,13 @@ def test_a_disjunct_that_cannot_be_labelled_is_refused(model, tmp_path):
         labelling_module(Library(tmp_path), "MC")
 
 
-def test_a_variable_more_is_refused(model, tmp_path):
+def test_an_additional_variable_of_the_model_is_refused(model, tmp_path):
     for path in model.folder.glob("*.tla"):
         (tmp_path / path.name).write_text(path.read_text().replace("answers, gone>>", "answers, gone, more>>"))
     with pytest.raises(ConfigurationError, match="must follow the model"):
         labelling_module(Library(tmp_path), "MC")
 
 
-def test_all_disjuncts_are_found(model):
+def test_all_disjuncts_of_next_are_found(model):
     text = (model.folder / "AckProtocol.tla").read_text().split("\nNext ==")[1].split("\n-----")[0]
     assert len(disjuncts(Library(model.folder), "MC")) == text.count("\n  \\/ ") > 30

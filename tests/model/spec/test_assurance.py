@@ -22,11 +22,11 @@ def copy(root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_page_is_what_its_sources_say(root: Path) -> None:
+def test_assurance_md_equals_what_its_sources_render(root: Path) -> None:
     assert (root / "docs" / "assurance.md").read_text(encoding="utf-8") == assurance.render(root)
 
 
-def test_every_guarantee_says_what_is_not_proved(root: Path) -> None:
+def test_every_guarantee_has_tests_properties_and_a_note_of_what_is_not_proved(root: Path) -> None:
     for guarantee in sources.read(root):
         assert guarantee.unproved
         assert guarantee.tests
@@ -59,13 +59,15 @@ def _changed(path: Path, old: str, new: str) -> None:
         ),
     ],
 )
-def test_a_name_that_does_not_exist_is_refused(copy: Path, file: str, old: str, new: str, message: str) -> None:
+def test_an_unknown_test_property_or_guarantee_is_refused(
+    copy: Path, file: str, old: str, new: str, message: str
+) -> None:
     _changed(copy / file, old, new)
     with pytest.raises(sources.SourceError, match=message):
         assurance.render(copy)
 
 
-def test_a_count_that_changes_changes_the_page(copy: Path) -> None:
+def test_a_changed_state_count_in_the_manifest_changes_the_page(copy: Path) -> None:
     before = assurance.render(copy)
     _changed(copy / "tla" / "manifest.toml", "distinct = 1409", "distinct = 1410")
     assert assurance.render(copy) != before
@@ -75,12 +77,12 @@ def test_a_count_that_changes_changes_the_page(copy: Path) -> None:
 
 
 @pytest.fixture
-def of_the_protocol(root: Path) -> tuple[Checked, ...]:
+def protocol_proofs(root: Path) -> tuple[Checked, ...]:
     return proofs(Manifest.read(root / "tla"), OF_THE_PROTOCOL)
 
 
 def test_the_manifest_names_the_guarantees_that_each_proof_checks(
-    root: Path, of_the_protocol: tuple[Checked, ...]
+    root: Path, protocol_proofs: tuple[Checked, ...]
 ) -> None:
     guarantees = sources.read(root)
     checked = {
@@ -89,19 +91,21 @@ def test_the_manifest_names_the_guarantees_that_each_proof_checks(
             for found in guarantees
             if each.allows(found.needs) and set(found.properties) & set(each.properties)
         )
-        for each in of_the_protocol
+        for each in protocol_proofs
     }
 
-    said = {each.name: each.configuration.guarantees for each in of_the_protocol}
+    said = {each.name: each.configuration.guarantees for each in protocol_proofs}
     assert said == checked, "set guarantees in tla/manifest.toml to what TLC checks in each"
 
 
-def test_no_proof_is_smaller_than_the_least_bounds(root: Path, of_the_protocol: tuple[Checked, ...]) -> None:
+def test_each_property_is_checked_with_at_least_its_least_bounds(
+    root: Path, protocol_proofs: tuple[Checked, ...]
+) -> None:
     lacking = [
         f"{name} with at least {least.bounds.words}"
         for least in sources.least(root)
         for name in least.properties
-        if not any(name in each.properties and each.bounds.reaches(least.bounds) for each in of_the_protocol)
+        if not any(name in each.properties and each.bounds.reaches(least.bounds) for each in protocol_proofs)
     ]
 
     assert lacking == [], "no configuration checks these any more ([[least]] in spec/assurance.toml)"
@@ -116,19 +120,17 @@ def test_every_property_of_a_guarantee_has_its_least_bounds(root: Path) -> None:
 _COUNTED = {"sender": "senders", "worker": "workers", "version": "max_version", "link": "max_link"}
 
 
-def test_what_a_proof_is_said_to_cover_counts_as_its_constants_do(root: Path) -> None:
+def test_the_numbers_in_a_proofs_description_equal_its_constants(root: Path) -> None:
     for each in proofs(Manifest.read(root / "tla")):
         said = re.findall(r"\b(\d+) (?:distinct )?(sender|worker|version|link)s?\b", each.configuration.why)
         for number, what in said:
             assert int(number) == getattr(each.bounds, _COUNTED[what]), f"{each.name}: {each.configuration.why}"
 
 
-def test_the_bounds_that_are_stated_are_those_of_the_configurations(
-    root: Path, of_the_protocol: tuple[Checked, ...]
-) -> None:
-    most = {what: max(getattr(each.bounds, what) for each in of_the_protocol) for what in _COUNTED.values()}
-    widest = [each.bounds for each in of_the_protocol if each.bounds.senders == most["senders"]]
-    others = max(each.bounds.senders for each in of_the_protocol if each.bounds.senders < most["senders"])
+def test_the_stated_bounds_are_those_of_the_configurations(root: Path, protocol_proofs: tuple[Checked, ...]) -> None:
+    most = {what: max(getattr(each.bounds, what) for each in protocol_proofs) for what in _COUNTED.values()}
+    widest = [each.bounds for each in protocol_proofs if each.bounds.senders == most["senders"]]
+    others = max(each.bounds.senders for each in protocol_proofs if each.bounds.senders < most["senders"])
     stated = (
         f"at most {most['workers']} workers, {most['max_version']} versions per sender, {most['max_link']} links per "
         f"pair, and {others} senders, or {most['senders']} senders with {max(each.workers for each in widest)} worker "
@@ -149,7 +151,9 @@ def test_the_bounds_that_are_stated_are_those_of_the_configurations(
         ("[constants.network]", "Lingers = false", "Lingers = true"),
     ],
 )
-def test_what_tlc_is_given_less_shows_on_the_page_and_in_the_bounds(copy: Path, table: str, old: str, new: str) -> None:
+def test_checking_less_with_tlc_changes_the_page_and_violates_the_least_bounds(
+    copy: Path, table: str, old: str, new: str
+) -> None:
     before = assurance.render(copy)
     path = copy / "tla" / "manifest.toml"
     head, mark, rest = path.read_text(encoding="utf-8").partition(table)
@@ -158,4 +162,6 @@ def test_what_tlc_is_given_less_shows_on_the_page_and_in_the_bounds(copy: Path, 
 
     assert assurance.render(copy) != before
     with pytest.raises(AssertionError):
-        test_no_proof_is_smaller_than_the_least_bounds(copy, proofs(Manifest.read(copy / "tla"), OF_THE_PROTOCOL))
+        test_each_property_is_checked_with_at_least_its_least_bounds(
+            copy, proofs(Manifest.read(copy / "tla"), OF_THE_PROTOCOL)
+        )

@@ -10,7 +10,7 @@ from pathlib import Path
 import charts
 
 
-def test_the_charts_are_what_the_scenarios_give(root: Path) -> None:
+def test_the_charts_in_scenarios_md_equal_those_of_new_runs(root: Path) -> None:
     """The script runs as in `make protocol`: in a process without pytest's PYTHONPATH."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "spec/charts.py", "--check"]
@@ -20,7 +20,7 @@ def test_the_charts_are_what_the_scenarios_give(root: Path) -> None:
     assert (root / "docs" / "scenarios.md").read_text(encoding="utf-8").count("```mermaid") == 12
 
 
-def test_the_chart_in_readme_is_that_of_an_update_that_is_sent_now(root: Path) -> None:
+def test_the_chart_in_the_readme_equals_that_of_a_new_run(root: Path) -> None:
     text = (root / "README.md").read_text(encoding="utf-8")
     chart = text.partition("<!-- chart: update -->")[2].partition("<!-- /chart -->")[0]
 

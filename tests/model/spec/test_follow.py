@@ -23,15 +23,15 @@ input = "UPDATE"
 """
 
 
-def test_every_step_is_a_command_that_is_there(root: Path) -> None:
+def test_every_step_of_make_protocol_runs_an_existing_script(root: Path) -> None:
     for _, command in follow.commands(quick=False):
         script = next((word for word in command if word.endswith(".py")), "weightsync/__main__.py")
         assert (root / script).is_file(), script
 
 
 @pytest.mark.parametrize("pinned", ["golden.json", "digests.json", "replay.json", "manifest.toml"])
-def test_every_file_of_pins_is_still_one_of_those_that_the_steps_write(root: Path, pinned: str) -> None:
-    homes = {
+def test_every_file_of_pinned_values_is_written_by_a_step(root: Path, pinned: str) -> None:
+    writers = {
         "golden.json": "tests/transports/pipe/golden.py",
         "digests.json": "tests/protocol/graph/configurations.py",
         "replay.json": "spec/replay.py",
@@ -39,25 +39,25 @@ def test_every_file_of_pins_is_still_one_of_those_that_the_steps_write(root: Pat
     }
     words = [word for _, command in follow.commands(quick=False) for word in command]
 
-    assert homes[pinned] in words
+    assert writers[pinned] in words
     assert list(root.glob(f"*/**/{pinned}"))
 
 
-def test_quick_leaves_out_what_takes_long() -> None:
+def test_quick_runs_only_the_small_configurations() -> None:
     words = [word for _, command in follow.commands(quick=True) for word in command]
 
     assert "--all" not in words
     assert "--small" in words
 
 
-def test_a_new_name_is_not_looked_for_in_records_of_what_was_decided() -> None:
+def test_new_names_are_not_looked_for_in_design_records_or_the_changelog() -> None:
     found = follow.written()
 
     assert "docs/architecture.md" in found
     assert [path for path in found if path.startswith("docs/design/") or path == "CHANGELOG.md"] == []
 
 
-def test_a_new_name_is_distinguished_from_those_that_were_there() -> None:
+def test_names_added_to_the_protocol_are_found_by_kind() -> None:
     later = TEXT + '[[refusal_kind]]\nname = "FAILED"\n[[sender.row]]\ninput = "HURRY"\n'
 
     assert follow.fresh(follow.names(TEXT), follow.names(later)) == {
@@ -66,7 +66,7 @@ def test_a_new_name_is_distinguished_from_those_that_were_there() -> None:
     }
 
 
-def test_files_that_name_others_of_its_kind_and_not_the_new_one_are_pointed_at() -> None:
+def test_files_that_name_others_of_the_kind_but_not_the_new_name_are_listed() -> None:
     texts = {
         "both.py": "STALE, FENCED, FAILED",
         "lacking.py": "RefusalKind.STALE and RefusalKind.FENCED",
@@ -86,7 +86,7 @@ def test_files_that_name_others_of_its_kind_and_not_the_new_one_are_pointed_at()
     ]
 
 
-def test_the_names_of_our_own_protocol_are_found(root: Path) -> None:
+def test_the_names_in_protocol_toml_are_found(root: Path) -> None:
     found = follow.names((root / follow.SOURCE).read_text(encoding="utf-8"))
 
     assert all(found.values())

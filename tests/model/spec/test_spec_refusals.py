@@ -190,7 +190,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(("old", "new", "complaint"), PLANTED.values(), ids=PLANTED.keys())
-def test_the_generator_refuses(text, old, new, complaint):
+def test_the_generator_refuses_an_unsound_protocol_and_names_the_place(text, old, new, complaint):
     assert text.count(old) >= 1, "the file has changed: plant this fault anew"
 
     with pytest.raises(source.SpecError) as caught:
@@ -199,7 +199,7 @@ def test_the_generator_refuses(text, old, new, complaint):
     assert complaint in str(caught.value)
 
 
-def test_a_row_into_a_trap_is_named(text):
+def test_a_row_that_leads_into_a_trap_state_is_reported(text):
     trapped = text.replace('[[state]]\nname = "closed"\n', LIMBO).replace(SEND, row("ready", "CONNECT", "limbo"))
 
     with pytest.raises(source.SpecError) as caught:
@@ -209,7 +209,7 @@ def test_a_row_into_a_trap_is_named(text):
     assert "state 5 (limbo): a trap, the sender cannot get to 'closed'" in caught.value.complaints
 
 
-def test_every_complaint_is_made_at_once(text):
+def test_all_faults_are_reported_at_once(text):
     broken = text.replace(SEND, SEND.replace("SEND", "SENT")).replace('id = "G7"', 'id = "G70"')
 
     with pytest.raises(source.SpecError) as caught:
@@ -242,14 +242,14 @@ def test_a_refused_protocol_writes_nothing(tree, text, capsys):
         ),
     ],
 )
-def test_a_wrong_marker_is_refused(text, document, complaint):
+def test_an_unknown_or_unclosed_marker_in_a_document_is_refused(text, document, complaint):
     with pytest.raises(source.SpecError) as caught:
         generate.render(text, {"README.md": document}, MODEL)
 
     assert complaint in str(caught.value)
 
 
-def test_the_actions_are_those_of_the_model() -> None:
+def test_the_generated_actions_are_those_of_the_model() -> None:
     assert actions.names(MODEL) == ["Wait", "LinkDown"]
     assert actions.render(MODEL).count('    WAIT = "Wait"\n    LINK_DOWN = "LinkDown"\n') == 1
 

@@ -40,11 +40,11 @@ def part(document: str, name: str) -> str:
     return document.partition(f"<!-- generated: {name} -->\n")[2].partition("<!-- /generated -->")[0]
 
 
-def test_the_repository_is_as_the_generator_leaves_it(capsys):
+def test_the_committed_files_equal_the_generated_ones(capsys):
     assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_it_runs_as_a_script_from_anywhere(root, tmp_path):
+def test_the_generator_runs_as_a_script_from_any_directory(root, tmp_path):
     script = root / "spec/generate.py"
 
     done = subprocess.run(
@@ -60,7 +60,7 @@ def test_rendering_again_changes_nothing(tree, capsys):
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_lost_file_is_written_again(tree, root, name):
+def test_a_missing_generated_file_or_section_is_written_again(tree, root, name):
     if name.endswith(".md"):
         (tree / name).write_text(re.sub(r"(?s)(<!-- g\S+ \S+ -->\n).*?(<!-- /)", r"\1\2", (tree / name).read_text()))
     else:
@@ -73,7 +73,7 @@ def test_a_lost_file_is_written_again(tree, root, name):
 
 @pytest.mark.parametrize("name", GENERATED)
 @pytest.mark.parametrize("edit", ["changed", "added", "removed", "line ends"])
-def test_check_names_the_file_and_its_first_other_line(tree, capsys, name, edit):
+def test_check_names_an_edited_file_and_its_first_differing_line(tree, capsys, name, edit):
     lines = (tree / name).read_bytes().splitlines(keepends=True)
     number = next(number for number, line in enumerate(lines) if b"awaiting_ack" in line)
     match edit:
@@ -92,7 +92,7 @@ def test_check_names_the_file_and_its_first_other_line(tree, capsys, name, edit)
 
 
 @pytest.mark.parametrize("name", ["weightsync/protocol/_tables.py", "tla/Tables.tla"])
-def test_check_notices_a_file_that_is_cut_or_goes_on(tree, capsys, name):
+def test_check_fails_for_a_truncated_extended_or_missing_file(tree, capsys, name):
     whole = (tree / name).read_bytes()
 
     (tree / name).write_bytes(whole.removesuffix(b"\n"))
@@ -106,7 +106,7 @@ def test_check_notices_a_file_that_is_cut_or_goes_on(tree, capsys, name):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_any_edited_row_makes_check_fail(text, rows, role):
+def test_every_edited_row_changes_the_generated_files_or_is_refused(text, rows, role):
     committed, refusals = generate.render(text, {}, MODEL), []
     blocks = re.findall(rf'\[\[{role}\.row\]\]\nfrom = \[.*\]\ninput = "\w+"\nto = "\w+"\n', text)
     assert len({row[1] for row in rows[role]}) == len(blocks)
@@ -125,7 +125,7 @@ def test_any_edited_row_makes_check_fail(text, rows, role):
     assert all(f"{role}.row" in refusal for refusal in refusals)
 
 
-def test_a_readme_gets_the_parts_it_asks_for(text):
+def test_a_readme_gets_the_generated_parts_that_it_has_markers_for(text):
     readme = "before\n<!-- generated: guarantees -->\nstale text\n<!-- /generated -->\nafter\n"
 
     filled = generate.render(text, {"README.md": readme}, MODEL)["README.md"]
@@ -137,7 +137,7 @@ def test_a_readme_gets_the_parts_it_asks_for(text):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_model_has_the_rows_of_the_file(root, rows, role):
+def test_tables_tla_has_the_rows_of_protocol_toml(root, rows, role):
     module = (root / "tla/Tables.tla").read_text(encoding="utf-8")
     body = module.split(f"\n{role.capitalize()}Rows == {{")[1].split("}")[0]
 
@@ -148,7 +148,7 @@ def test_the_model_has_the_rows_of_the_file(root, rows, role):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_diagram_has_the_rows_of_the_file(document, rows, role):
+def test_the_diagram_in_protocol_md_has_the_rows_of_protocol_toml(document, rows, role):
     diagram = part(document, f"{role}-diagram")
     edges = re.findall(r"^    (\w+) --> (\w+) : ([\w, ]+) \((\w+)\)$", diagram, re.MULTILINE)
 
@@ -159,7 +159,7 @@ def test_the_diagram_has_the_rows_of_the_file(document, rows, role):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_docs_table_has_the_rows_of_the_file(document, rows, role):
+def test_the_table_in_protocol_md_has_the_rows_of_protocol_toml(document, rows, role):
     lines = part(document, f"{role}-rows").strip().splitlines()[2:]
 
     found = set()
@@ -170,13 +170,13 @@ def test_the_docs_table_has_the_rows_of_the_file(document, rows, role):
     assert found == rows[role]
 
 
-def test_every_part_stands_in_the_docs(text, document):
+def test_every_generated_part_is_in_protocol_md(text, document):
     names = set(generate.docs.sections(generate.source.read(text)))
 
     assert set(re.findall(r"<!-- generated: (\S+) -->", document)) == names
 
 
-def test_an_action_that_the_model_renames_makes_check_fail(tree, capsys):
+def test_check_fails_if_an_action_is_renamed_in_the_model(tree, capsys):
     path = tree / "tla/AckProtocol.tla"
     path.write_text(path.read_text(encoding="utf-8").replace(": Defer(w)", ": PutOff(w)"), encoding="utf-8")
 

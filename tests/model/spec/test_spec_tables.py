@@ -31,7 +31,7 @@ def values(enum):
     return [member.value for member in enum]
 
 
-def test_the_enums_have_the_names_of_the_file(toml):
+def test_the_enums_have_the_names_in_protocol_toml(toml):
     assert values(_tables.State) == names(toml["state"])
     assert values(_tables.InputKind) == names(toml["input_kind"])
     assert values(_tables.SenderInput) == names(toml["sender"]["input"])
@@ -51,12 +51,12 @@ def test_the_enums_have_the_names_of_the_file(toml):
         _tables.Delivery,
     ],
 )
-def test_members_are_named_by_their_values(enum):
+def test_enum_members_are_named_after_their_values(enum):
     assert all(member.name == member.value.upper() for member in enum)
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_the_rows_are_those_of_the_file(toml, role):
+def test_the_rows_equal_those_in_protocol_toml(toml, role):
     rows = {"sender": _tables.SENDER_ROWS, "receiver": _tables.RECEIVER_ROWS}[role]
     found = [(source.value, step.value, target.value) for (source, step), target in rows.items()]
 
@@ -68,7 +68,7 @@ def test_the_rows_are_those_of_the_file(toml, role):
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_the_kinds_are_those_of_the_file(toml, role):
+def test_the_kinds_of_inputs_equal_those_in_protocol_toml(toml, role):
     kinds = {"sender": _tables.SENDER_KINDS, "receiver": _tables.RECEIVER_KINDS}[role]
 
     assert {step.value: kind.value for step, kind in kinds.items()} == {
@@ -76,7 +76,7 @@ def test_the_kinds_are_those_of_the_file(toml, role):
     }
 
 
-def test_the_ends_the_version_and_the_guarantees_are_those_of_the_file(toml):
+def test_initial_and_final_state_version_and_guarantees_equal_those_in_protocol_toml(toml):
     protocol = toml["protocol"]
 
     assert (_tables.INITIAL.value, _tables.FINAL.value) == (protocol["initial"], protocol["final"])
@@ -86,7 +86,7 @@ def test_the_ends_the_version_and_the_guarantees_are_those_of_the_file(toml):
     }
 
 
-def test_deliveries_promise_what_the_file_says(toml):
+def test_the_deliveries_equal_those_in_protocol_toml(toml):
     found = [(each.name, each.reorders, each.duplicates, each.loses) for each in _tables.Delivery]
 
     assert found == [
@@ -100,7 +100,7 @@ def test_the_tables_cannot_be_changed():
             table["anything"] = "else"
 
 
-def test_every_message_has_the_fields_of_the_file(toml):
+def test_every_message_class_has_the_fields_in_protocol_toml(toml):
     classes = typing.get_args(messages.Message)
 
     assert [each.__name__ for each in classes] == names(toml["message"])
@@ -116,7 +116,7 @@ def test_the_tables_need_the_standard_library_only(root):
     assert {module.partition(".")[0] for module in modules} <= sys.stdlib_module_names
 
 
-def test_every_member_is_documented(root):
+def test_every_enum_member_is_documented(root):
     lines = (root / "weightsync/protocol/_tables.py").read_text(encoding="utf-8").splitlines()
     members = [number for number, line in enumerate(lines) if line.startswith("    ") and ' = "' in line]
 
@@ -128,7 +128,7 @@ def test_every_member_is_documented(root):
     assert all(lines[number - 1].startswith("    #: ") for number in members)
 
 
-ODD = {
+UNUSUAL_TEXTS = {
     "as it is": ("no guarded forward pass sees", "no guarded forward pass sees"),
     "quotes": ("no guarded forward pass sees", "no 'guarded' forward, \\\"so called\\\", sees \\\\ | ä"),
     "double quotes": ("no guarded forward pass sees", 'no \\"guarded\\" forward sees'),
@@ -141,8 +141,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize(("old", "new"), ODD.values(), ids=ODD.keys())
-def test_whatever_is_rendered_is_formatted_and_means_the_same(text, tmp_path, old, new):
+@pytest.mark.parametrize(("old", "new"), UNUSUAL_TEXTS.values(), ids=UNUSUAL_TEXTS.keys())
+def test_unusual_texts_are_rendered_as_formatted_code_with_the_same_meaning(text, tmp_path, old, new):
     installed("ruff", what="THAT GENERATED CODE IS FORMATTED", extra="dev")
     assert old in text
     odd = text.replace(old, new)

@@ -36,7 +36,7 @@ _MOST_TRIES = 16
         ("FalseAssumption", 10),
     ],
 )
-def test_what_does_not_hold_is_found(
+def test_tlc_finds_the_expected_violation_of_each_wrong_model(
     toolchain: Toolchain, manifest: Manifest, recorder: Recorder, name: str, exit_code: int
 ) -> None:
     [verdict] = Suite(toolchain, manifest, recorder).run(manifest.select([name]))

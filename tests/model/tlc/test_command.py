@@ -18,7 +18,7 @@ from weightsync.model import Toolchain
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).resolve().parents[3]
-_PATIENCE = 60.0
+_TIMEOUT_S = 60.0
 #: The maintainers' command, which can pin counts.
 MAINTAINED = (str(ROOT / "spec" / "check.py"), "model")
 
@@ -54,7 +54,7 @@ class Command:
 
     def run(self, *words: str, command: Sequence[str] = ("-m", "weightsync", "check")) -> tuple[int, str]:
         process = self.start(*words, command=command)
-        said, _ = process.communicate(timeout=_PATIENCE)
+        said, _ = process.communicate(timeout=_TIMEOUT_S)
         return process.returncode, said
 
     def machines(self) -> list[int]:
@@ -91,7 +91,7 @@ def endless(specs: Path) -> None:
 
 
 def wait_until(command: Command, count: int) -> None:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT_S
     while len(command.machines()) != count:
         assert time.monotonic() < deadline, f"{command.machines()} instead of {count} JVMs"
         time.sleep(0.05)
@@ -135,7 +135,7 @@ def test_pin_writes_the_counts_and_exits_with_0(command: Command, specs: Path) -
     assert before == manifest.read_text()
 
 
-def test_pin_does_not_pin_what_does_not_hold(command: Command, specs: Path) -> None:
+def test_pin_refuses_a_configuration_that_is_not_as_expected(command: Command, specs: Path) -> None:
     manifest = specs / "manifest.toml"
     manifest.write_text(manifest.read_text().replace('violates = "Small"', 'violates = "TypeOK"'))
     before = manifest.read_text()
@@ -160,7 +160,7 @@ def test_an_interrupt_leaves_no_jvm_and_no_folder(command: Command, number: sign
     wait_until(command, 1)
 
     process.send_signal(number)
-    said, _ = process.communicate(timeout=_PATIENCE)
+    said, _ = process.communicate(timeout=_TIMEOUT_S)
 
     assert 128 + number == process.returncode, said
     assert (command.machines(), command.left_over()) == ([], [])
@@ -173,6 +173,6 @@ def test_a_jvm_dies_with_a_parent_that_is_killed(command: Command) -> None:
     wait_until(command, 1)
 
     process.kill()
-    process.communicate(timeout=_PATIENCE)
+    process.communicate(timeout=_TIMEOUT_S)
 
     wait_until(command, 0)

@@ -69,7 +69,7 @@ def configs(folder: Path, expected: str = "safety") -> Sequence[Config]:
     return [found.config for found in Manifest.read(folder).configurations]
 
 
-def test_a_configuration_is_its_modules_groups_and_what_it_says_itself_in_the_order_that_tlc_is_given(
+def test_a_configuration_combines_its_modules_groups_and_its_own_entries_in_tlcs_order(
     tmp_path: Path,
 ) -> None:
     whole, _ = configs(tmp_path)
@@ -83,14 +83,16 @@ def test_a_configuration_is_its_modules_groups_and_what_it_says_itself_in_the_or
 
 
 @pytest.mark.parametrize(("expected", "keyword"), [("safety", "INVARIANTS"), ("liveness", "PROPERTIES")])
-def test_what_names_nothing_to_check_checks_what_it_violates(tmp_path: Path, expected: str, keyword: str) -> None:
+def test_a_configuration_without_checks_checks_the_property_that_it_violates(
+    tmp_path: Path, expected: str, keyword: str
+) -> None:
     _, broken = configs(tmp_path, expected)
 
     assert broken.text.endswith(f"ACTION_CONSTRAINT\n  LookOut\n{keyword}\n  P\n")
     assert broken.checked == ("P",)
 
 
-def test_values_are_written_as_tla_writes_them() -> None:
+def test_values_of_constants_are_written_in_tla_syntax() -> None:
     values = [True, False, 12, "row", [], [1, 2], ["a", "b"], [[1], [2, 3]]]
 
     assert [literal(value) for value in values] == [
@@ -98,7 +100,7 @@ def test_values_are_written_as_tla_writes_them() -> None:
     ]  # fmt: skip
 
 
-def test_only_what_is_named_is_checked_and_all_else_stays() -> None:
+def test_checking_keeps_only_the_named_checks_and_changes_nothing_else() -> None:
     hunts = [found.config for found in Manifest.read(find_model()).configurations if found.module == "MCHunt"]
 
     assert hunts
@@ -120,7 +122,7 @@ def test_only_what_is_named_is_checked_and_all_else_stays() -> None:
         ({"symmetry": "Perms", "view": "v"}, 2, 3),
     ],
 )
-def test_temporal_properties_need_one_worker_and_the_whole_state(
+def test_temporal_properties_are_refused_with_two_workers_symmetry_or_a_view(
     given: dict[str, str], workers: int, count: int
 ) -> None:
     config = Config(
@@ -133,7 +135,7 @@ def test_temporal_properties_need_one_worker_and_the_whole_state(
     assert all(trap.startswith("Ends: ") for trap in found)
 
 
-def test_safety_may_have_more_workers() -> None:
+def test_safety_properties_may_be_checked_with_several_workers() -> None:
     config = Config("Spec", invariants=("TypeOK",), properties=("Rises",), view="v")
 
     assert list(config_traps(Library(SPECS), "Counter", config, 2)) == []

@@ -49,7 +49,9 @@ def mutants(manifest: Manifest, ledger: Ledger) -> dict[str, Mutant]:
     return {mutant.name: mutant for mutant in draw(manifest, ledger)}
 
 
-def test_what_the_ledger_says_is_confirmed(ledger: Ledger, confirmer: Confirmer, mutants: Mapping[str, Mutant]) -> None:
+def test_every_fate_in_the_ledger_is_confirmed(
+    ledger: Ledger, confirmer: Confirmer, mutants: Mapping[str, Mutant]
+) -> None:
     found = {name: confirmer.confirm(mutant, ledger.entries[name]) for name, mutant in mutants.items()}
     confirmer.vouch()
 
@@ -73,11 +75,11 @@ def test_what_the_ledger_says_is_confirmed(ledger: Ledger, confirmer: Confirmer,
     ],
     ids=lambda lie: f"{lie.name.partition(':')[2][:9].strip()} {lie.fate.value} {lie.by} {lie.where}",
 )
-def test_what_is_not_so_is_not_confirmed(confirmer: Confirmer, mutants: Mapping[str, Mutant], lie: Entry) -> None:
+def test_a_wrong_fate_is_not_confirmed(confirmer: Confirmer, mutants: Mapping[str, Mutant], lie: Entry) -> None:
     assert confirmer.confirm(mutants[lie.name], lie) is None
 
 
-def test_a_graph_of_another_size_is_confirmed_to_live_while_every_property_holds_of_it(
+def test_a_mutant_with_another_graph_is_confirmed_to_survive_if_no_property_is_violated(
     manifest: Manifest, ledger: Ledger, toolchain: Toolchain, mutants: Mapping[str, Mutant]
 ) -> None:
     [baseline] = Session(toolchain, manifest, ledger).measure()
@@ -93,7 +95,7 @@ def test_a_graph_of_another_size_is_confirmed_to_live_while_every_property_holds
         confirmer.close()
 
 
-def test_a_jvm_that_finds_the_model_itself_wrong_is_not_believed(
+def test_findings_of_a_jvm_that_misjudges_the_unchanged_model_are_rejected(
     confirmer: Confirmer, mutants: Mapping[str, Mutant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert confirmer.confirm(mutants[SAME], Entry(SAME, Fate.EQUIVALENT)) is not None

@@ -89,7 +89,7 @@ def test_a_family_refines_the_protocol_in_each_of_its_proofs(model: Manifest, li
 
 
 @families
-def test_what_a_family_refines_is_proved_with_its_constants_and_features(model: Manifest, family: str) -> None:
+def test_the_protocol_that_a_family_refines_is_proved_within_the_familys_bounds(model: Manifest, family: str) -> None:
     # Each step in the family's proof is a step of AckProtocol with these bounds, and only a proof of that shows safety.
     of_the_protocol = proofs(model, ("MC", "MCHunt"))
     lacking = [
@@ -125,7 +125,7 @@ def test_each_rule_of_a_family_has_its_revert(model: Manifest, library: Library,
 
 
 @modules
-def test_each_rule_of_a_family_stands_in_an_action(library: Library, family: str) -> None:
+def test_each_rule_of_a_family_is_used_once_in_its_module(library: Library, family: str) -> None:
     text = module_of(library, family).text
     rules = library.resolve(family, "SlotRules" if family == "Slots" else "AllRules")
     assert rules is not None
@@ -135,7 +135,7 @@ def test_each_rule_of_a_family_stands_in_an_action(library: Library, family: str
 
 
 @modules
-def test_the_readme_says_of_each_variable_where_it_is_in_the_code(
+def test_the_readmes_table_of_a_family_has_each_variable_of_its_module(
     model: Manifest, library: Library, family: str
 ) -> None:
     table = table_of(model, family)
@@ -148,7 +148,7 @@ def test_the_readme_says_of_each_variable_where_it_is_in_the_code(
 
 
 @modules
-def test_what_the_readme_names_is_in_the_code(model: Manifest, family: str) -> None:
+def test_files_and_names_in_the_readmes_table_exist_in_the_code(model: Manifest, family: str) -> None:
     named = 0
     for _, where in table_of(model, family):
         for file, names in re.findall(r"`([\w/]+\.py)`((?: `[\w.]+`,?)*)", where):
@@ -161,7 +161,7 @@ def test_what_the_readme_names_is_in_the_code(model: Manifest, family: str) -> N
 
 
 @modules
-def test_the_files_that_a_family_is_the_model_of_are_there(model: Manifest, family: str) -> None:
+def test_files_named_in_the_header_of_a_familys_module_exist(model: Manifest, family: str) -> None:
     text = (model.folder / f"{family}.tla").read_text(encoding="utf-8")
     files = re.findall(r"([\w/]+\.py)", text[: text.index("EXTENDS")])
 
@@ -234,7 +234,7 @@ FAULTS = {
         "/\\ (upHeld[l] = <<>> /\\ On(said, l) = {}) \\/",
         "RefinesAckProtocol",
     ),
-    "slots: the slot of an update is another's": (
+    "slots: an update names the slot of another update": (
         "SlotsLost",
         "place' = [place EXCEPT ![s][sdata[s].serial + 1] = packing[s][1]]",
         "place' = [place EXCEPT ![s][sdata[s].serial + 1] = 1]",
@@ -246,7 +246,7 @@ FAULTS = {
         "/\\ packing[s][2] = 1\n",
         "RefinesAckProtocol",
     ),
-    "slots: what is shown is not pinned": (
+    "slots: a slot that a worker reads is not pinned": (
         "SlotsMany",
         "/\\ pins' = pins \\cup {Shown(s, w, LinkTo(s, w), sdata[s].version + 1, packing[s][1]) : w \\in Owing(s)'}",
         "/\\ pins' = pins",
@@ -264,7 +264,7 @@ FAULTS = {
         "UNCHANGED net",
         "RefinesAckProtocol",
     ),
-    "calls: what the worker says goes home twice": (
+    "calls: a worker's answers are returned twice": (
         "CallsEnds",
         'Moved(@, "answered", On(said, l))]\n  /\\ said\' = Off(said, {l})\n',
         'Moved(@, "answered", On(said, l))]\n  /\\ said\' = said\n',
@@ -294,7 +294,7 @@ FAULTS = {
 @pytest.mark.tlc
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_planted_in_a_family_is_found(
+def test_tlc_finds_each_fault_planted_in_a_family(
     toolchain: Toolchain, model: Manifest, recorder: Recorder, tmp_path: Path, fault: str
 ) -> None:
     name, before, after, violated = FAULTS[fault]

@@ -18,7 +18,7 @@ from weightsync.model import Toolchain
 pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).resolve().parents[3]
-_PATIENCE = 120.0
+_TIMEOUT_S = 120.0
 _REASON = 'reason = "the condition is always TRUE"\n'
 
 
@@ -48,8 +48,8 @@ class Hunt:
 
     def run(self, *words: str) -> tuple[int, str]:
         process = self.start(*words)
-        said, _ = process.communicate(timeout=_PATIENCE)
-        return process.returncode, said
+        output, _ = process.communicate(timeout=_TIMEOUT_S)
+        return process.returncode, output
 
     def change(self, name: str, old: str, new: str) -> None:
         path = self.lamp / name
@@ -62,36 +62,36 @@ def hunt(tmp_path: Path, toolchain: Toolchain) -> Hunt:
     return Hunt(tmp_path, toolchain)
 
 
-def test_all_as_the_ledger_says_exits_with_0_and_prints_the_score_by_killer(hunt: Hunt) -> None:
-    code, said = hunt.run()
+def test_fates_as_in_the_ledger_exit_with_0_and_print_the_score_by_killer(hunt: Hunt) -> None:
+    code, output = hunt.run()
 
-    assert code == 0, said
-    assert re.search(r"9 mutants run, in \d+ s: 7 property, 1 canary, 1 equivalent", said)
-    assert "8 of all 9 that TLC can evaluate are killed: 88.9 % (it may not fall below 88.8 %)" in said
-    assert [killer in said for killer in ("Counts", "TypeOK", "lit", "Switches")] == [True] * 4
+    assert code == 0, output
+    assert re.search(r"9 mutants run, in \d+ s: 7 property, 1 canary, 1 equivalent", output)
+    assert "8 of all 9 that TLC can evaluate are killed: 88.9 % (it may not fall below 88.8 %)" in output
+    assert [killer in output for killer in ("Counts", "TypeOK", "lit", "Switches")] == [True] * 4
     assert list(hunt.temporary.iterdir()) == []
 
 
-def test_a_property_left_out_lets_mutants_live_and_exits_with_1(hunt: Hunt) -> None:
+def test_a_removed_property_lets_mutants_survive_and_exits_with_1(hunt: Hunt) -> None:
     hunt.change("manifest.toml", 'properties = ["Switches", "Counts"]', 'properties = ["Switches"]')
 
-    code, said = hunt.run()
+    code, output = hunt.run()
 
-    assert code == 1, said
-    assert "killed no more (survived), formerly by Counts in Lamp: Switch: side count + 1 -> count" in said
-    assert "the score is 33.3 %, and it was 88.8 %: it may not fall" in said
+    assert code == 1, output
+    assert "killed no more (survived), formerly by Counts in Lamp: Switch: side count + 1 -> count" in output
+    assert "the score is 33.3 %, and it was 88.8 %: it may not fall" in output
 
 
-def test_a_mutant_that_lives_without_reason_exits_with_1(hunt: Hunt) -> None:
+def test_a_surviving_mutant_without_a_reason_exits_with_1(hunt: Hunt) -> None:
     hunt.change("mutants.toml", _REASON, "")
 
-    code, said = hunt.run()
+    code, output = hunt.run()
 
-    assert code == 1, said
-    assert "lives (equivalent) without a reason in the ledger: Switch: alternative IF TRUE" in said
+    assert code == 1, output
+    assert "lives (equivalent) without a reason in the ledger: Switch: alternative IF TRUE" in output
 
 
-def test_what_the_ledger_says_is_confirmed_and_what_is_hunted_afresh_is_found_without_it(hunt: Hunt) -> None:
+def test_a_run_confirms_the_fates_in_the_ledger_and_a_share_hunts_without_them(hunt: Hunt) -> None:
     """The mutant violates a property and also never meets a situation. A new hunt finds the property first."""
     hunt.change("mutants.toml", 'fate = "property"\nby = "Switches"', 'fate = "canary"\nby = "lit"')
 
@@ -104,47 +104,47 @@ def test_what_the_ledger_says_is_confirmed_and_what_is_hunted_afresh_is_found_wi
     assert ": 7 property, 1 canary, 1 equivalent" in afresh[1]
 
 
-def test_pin_writes_what_was_seen_and_keeps_reasons(hunt: Hunt) -> None:
+def test_pin_writes_the_fates_found_and_keeps_the_reasons(hunt: Hunt) -> None:
     before = (hunt.lamp / "mutants.toml").read_text()
     hunt.change("mutants.toml", "score = 88.8", "score = 11.1")
 
-    code, said = hunt.run("--pin")
+    code, output = hunt.run("--pin")
 
-    assert code == 0, said
+    assert code == 0, output
     assert before == (hunt.lamp / "mutants.toml").read_text()
 
 
-def test_a_mutant_that_nothing_is_known_of_is_hunted_with_any_share_and_its_entry_finds_its_place(hunt: Hunt) -> None:
+def test_a_mutant_missing_from_the_ledger_is_hunted_with_any_share_and_inserted_in_order(hunt: Hunt) -> None:
     before = (hunt.lamp / "mutants.toml").read_text()
     entry = before.split("[[mutant]]")[3]
     hunt.change("mutants.toml", f"[[mutant]]{entry}", "")
 
-    code, said = hunt.run("--share", "9/9", "--pin")
+    code, output = hunt.run("--share", "9/9", "--pin")
 
-    assert code == 0, said
-    assert "9 mutants, 2 of them afresh, after the model itself" in said
+    assert code == 0, output
+    assert "9 mutants, 2 of them afresh, after the model itself" in output
     assert before == (hunt.lamp / "mutants.toml").read_text()
 
 
-def test_a_model_that_does_not_hold_is_not_hunted_in(hunt: Hunt) -> None:
+def test_mutants_of_a_model_that_is_wrong_itself_are_not_hunted(hunt: Hunt) -> None:
     hunt.change("Lamp.tla", "count < Most", "count <= Most")
 
-    code, said = hunt.run()
+    code, output = hunt.run()
 
-    assert code == 1, said
-    assert "Lamp does not give for the model itself what the manifest says" in said
+    assert code == 1, output
+    assert "Lamp does not give for the model itself what the manifest says" in output
 
 
 def test_an_interrupt_leaves_no_folder(hunt: Hunt) -> None:
     process = hunt.start()
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT_S
     while not list(hunt.temporary.glob("weightsync-tlc-*")):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
 
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=_PATIENCE)
+    output, _ = process.communicate(timeout=_TIMEOUT_S)
 
-    assert process.returncode == 128 + signal.SIGTERM, said
+    assert process.returncode == 128 + signal.SIGTERM, output
     assert list(hunt.temporary.iterdir()) == []

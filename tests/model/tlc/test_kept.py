@@ -57,7 +57,9 @@ def found(outcome: Outcome) -> tuple[object, ...]:
     return outcome.ending, findings.completed, findings.counts, violated, outcome.exit_code == 0
 
 
-def test_run_after_run_says_what_a_jvm_of_its_own_says(kept: KeptTlc, specs: Path, toolchain: Toolchain) -> None:
+def test_runs_in_a_reused_jvm_find_the_same_as_runs_in_new_jvms(
+    kept: KeptTlc, specs: Path, toolchain: Toolchain
+) -> None:
     names = ["Safe", "TooSmall", "Safe", "WrongWay", "Safe", "Stuck", "Safe"]
 
     ran = [(found(kept.run(job(specs, name))), machine(kept)) for name in names]
@@ -67,7 +69,7 @@ def test_run_after_run_says_what_a_jvm_of_its_own_says(kept: KeptTlc, specs: Pat
     assert len({process for _, process in ran}) == 1
 
 
-def test_after_a_temporal_property_was_violated_comes_another_jvm(kept: KeptTlc, specs: Path) -> None:
+def test_a_new_jvm_is_started_after_a_temporal_property_was_violated(kept: KeptTlc, specs: Path) -> None:
     violated = kept.run(job(specs, "Unfair"))
     first = machine(kept)
     holds = kept.run(job(specs, "Holds"))
@@ -77,7 +79,7 @@ def test_after_a_temporal_property_was_violated_comes_another_jvm(kept: KeptTlc,
     assert machine(kept) != first
 
 
-def test_a_jvm_that_has_found_a_temporal_property_violated_finds_every_other_so(
+def test_a_jvm_that_found_a_temporal_violation_reports_one_in_its_next_run(
     kept: KeptTlc, specs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason why such a JVM is ended. This test fails once TLC has fixed it, and the JVM can be reused."""
@@ -85,16 +87,18 @@ def test_a_jvm_that_has_found_a_temporal_property_violated_finds_every_other_so(
 
     kept.run(job(specs, "Unfair"))
 
-    assert kept.run(job(specs, "Holds")).exit_code == 2116, "TLC forgets what it found, so its JVM may be kept"
+    assert kept.run(job(specs, "Holds")).exit_code == 2116, (
+        "TLC has been fixed: a JVM can be reused after a temporal violation"
+    )
 
 
-def test_what_takes_too_long_is_ended_and_the_next_run_has_a_new_jvm(kept: KeptTlc, specs: Path) -> None:
+def test_a_run_that_times_out_is_ended_and_the_next_run_succeeds(kept: KeptTlc, specs: Path) -> None:
 
     assert kept.run(job(specs, "Endless", timeout=5.0)).ending is Ending.TIMED_OUT
     assert kept.run(job(specs, "Safe")).exit_code == 0
 
 
-def test_a_jvm_that_is_killed_has_no_verdict_and_the_next_run_has_a_new_one(kept: KeptTlc, specs: Path) -> None:
+def test_a_run_whose_jvm_is_killed_has_no_verdict_and_the_next_run_succeeds(kept: KeptTlc, specs: Path) -> None:
     kept.run(job(specs, "Safe"))
     killing = threading.Timer(1.0, os.kill, [machine(kept), signal.SIGKILL])
     killing.start()
@@ -106,7 +110,7 @@ def test_a_jvm_that_is_killed_has_no_verdict_and_the_next_run_has_a_new_one(kept
     assert kept.run(job(specs, "Safe")).exit_code == 0
 
 
-def test_close_ends_what_is_under_way_and_all_that_would_come(kept: KeptTlc, specs: Path) -> None:
+def test_close_stops_the_current_run_and_every_later_one(kept: KeptTlc, specs: Path) -> None:
     kept.run(job(specs, "Safe"))
     process = machine(kept)
     closing = threading.Timer(1.0, kept.close)
@@ -120,9 +124,7 @@ def test_close_ends_what_is_under_way_and_all_that_would_come(kept: KeptTlc, spe
     wait_until_gone(process)
 
 
-def test_its_jvm_ends_with_a_process_that_is_killed_also_while_it_runs(
-    toolchain: Toolchain, specs: Path, tmp_path: Path
-) -> None:
+def test_the_jvm_ends_if_its_parent_is_killed_during_a_run(toolchain: Toolchain, specs: Path, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
         "from weightsync.model import find_toolchain\n"
@@ -149,18 +151,18 @@ def test_its_jvm_ends_with_a_process_that_is_killed_also_while_it_runs(
 def wait_until_gone(process: int) -> None:
     deadline = time.monotonic() + 60
     while Path(f"/proc/{process}").exists():
-        assert time.monotonic() < deadline, "its JVM lives on"
+        assert time.monotonic() < deadline, "the JVM is still running"
         time.sleep(0.05)
 
 
-def test_without_jpype_it_says_what_to_install(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_jpype_says_how_to_install_it(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(ToolMissingError, match=r"JPype .*pip install jpype1"):
         KeptTlc(toolchain)
 
 
-def test_a_model_that_cannot_be_read_is_said_to_be_so(kept: KeptTlc, specs: Path) -> None:
+def test_an_unreadable_model_is_reported_and_the_next_run_succeeds(kept: KeptTlc, specs: Path) -> None:
     outcome = kept.run(job(specs, "NoSuchInvariant"))
 
     assert outcome.exit_code not in (0, None)

@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_an_entry_is_read_whole(manifest: Manifest) -> None:
+def test_all_fields_of_an_entry_are_read(manifest: Manifest) -> None:
     [larger] = manifest.select(["HoldsLarger"])
 
     assert (larger.module, larger.purpose) == ("Counter", Purpose.PROOF)
@@ -36,7 +36,7 @@ def test_an_entry_is_read_whole(manifest: Manifest) -> None:
     assert manifest.bounds.startswith("Counter counts to 3")
 
 
-def test_tiers_choose(manifest: Manifest) -> None:
+def test_each_tier_selects_its_configurations(manifest: Manifest) -> None:
     assert [found.name for found in manifest.tier(Tier.QUICK)] == ["Holds", "TooSmall"]
     assert manifest.configurations == manifest.tier(Tier.ALL)
 
@@ -80,7 +80,7 @@ def test_an_unknown_name_is_refused(manifest: Manifest) -> None:
         ),
     ],
 )
-def test_a_wrong_manifest_is_refused_and_the_culprit_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_manifest_is_refused_with_the_faulty_configuration_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         Manifest.read(write(tmp_path, text))
 
@@ -102,7 +102,7 @@ def test_pinning_keeps_comments_and_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["tla", "weightsync/tla"])
-def test_the_model_lies_beside_the_package_or_in_it(tmp_path: Path, place: str) -> None:
+def test_the_model_is_found_beside_the_package_or_inside_it(tmp_path: Path, place: str) -> None:
     folder = tmp_path / place
     folder.mkdir(parents=True)
     write(folder, ENTRY)

@@ -13,7 +13,7 @@ from weightsync.protocol._tables import GUARANTEES
 
 _FEWEST_CANARIES = 12
 #: Properties that check TLC's own search, not the protocol.
-_WATCHES = {"NothingWasLeftOut"}
+_PROPERTIES_OF_THE_SEARCH = {"NothingWasLeftOut"}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def library(model: Manifest) -> Library:
     return Library(model.folder)
 
 
-def test_no_configuration_lies_beside_the_manifest_unread(model: Manifest) -> None:
+def test_there_are_no_cfg_files_beside_the_manifest(model: Manifest) -> None:
     assert list(model.folder.glob("*.cfg")) == [], "what TLC is given is said in tla/manifest.toml, and rendered for it"
 
 
@@ -37,7 +37,7 @@ def test_each_module_is_used(model: Manifest, library: Library) -> None:
     assert used == {path.stem for path in model.folder.glob("*.tla")}
 
 
-def test_no_text_falls_into_a_trap_of_tlc(model: Manifest, library: Library) -> None:
+def test_the_model_avoids_everything_that_tlc_gets_wrong(model: Manifest, library: Library) -> None:
     for path in model.folder.glob("*.tla"):
         module = library.module(path.stem)
         assert module is not None
@@ -68,7 +68,7 @@ def test_each_guarantee_is_proved_by_the_property_of_its_name(model: Manifest) -
     assert proved == set(GUARANTEES)
 
 
-def test_each_property_of_a_proof_is_the_one_that_some_configuration_must_find_violated(
+def test_each_property_of_a_proof_must_be_found_violated_by_some_configuration(
     model: Manifest, library: Library
 ) -> None:
     checked, objects = set[tuple[str, str]](), set[tuple[str, str]]()
@@ -78,7 +78,7 @@ def test_each_property_of_a_proof_is_the_one_that_some_configuration_must_find_v
         elif found.violates:
             objects.add(_defined(library, found.module, found.violates))
 
-    assert {each for each in checked - objects if each[1] not in _WATCHES} == set(), (
+    assert {each for each in checked - objects if each[1] not in _PROPERTIES_OF_THE_SEARCH} == set(), (
         "a property that nothing violates may say nothing: remove a rule of its module, or plant a wrong step "
         "(tla/MCPlant.tla), and give that a configuration"
     )
@@ -91,7 +91,7 @@ def _defined(library: Library, root: str, name: str) -> tuple[str, str]:
     return found.module, found.name
 
 
-def test_a_planted_step_is_found_by_its_property_alone(model: Manifest) -> None:
+def test_a_configuration_with_a_planted_step_checks_only_the_property_it_violates(model: Manifest) -> None:
     for found in model.configurations:
         if found.purpose is Purpose.PLANTED:
             assert found.config.checked == (found.violates,), found.name
@@ -105,7 +105,7 @@ def test_each_planted_step_is_taken_by_some_configuration(model: Manifest, libra
     assert chosen == set(re.findall(r'Plant = "(\w+)"', planted.body))
 
 
-def test_there_are_canaries_enough(model: Manifest) -> None:
+def test_there_are_at_least_twelve_canaries(model: Manifest) -> None:
     canaries = [found for found in model.configurations if found.purpose is Purpose.CANARY]
 
     assert len(canaries) >= _FEWEST_CANARIES
@@ -169,7 +169,9 @@ _BESIDE = {
 
 
 @pytest.mark.parametrize("name", _BESIDE)
-def test_a_proof_beside_the_protocol_checks_what_it_is_there_for(model: Manifest, name: str) -> None:
+def test_proofs_beside_the_protocol_have_the_required_versions_features_and_properties(
+    model: Manifest, name: str
+) -> None:
     versions, features, properties = _BESIDE[name]
     config = model.select([name])[0].config
 
@@ -201,7 +203,7 @@ def test_proofs_have_all_rules_and_all_fairness(model: Manifest) -> None:
             assert (_names(found.config, "Without"), _names(found.config, "Unfair")) == ([], []), found.name
 
 
-def test_what_the_bounds_leave_out_is_said(model: Manifest) -> None:
+def test_the_manifest_states_its_bounds(model: Manifest) -> None:
     assert model.bounds
 
 

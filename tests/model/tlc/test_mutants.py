@@ -90,7 +90,7 @@ def test_bulleted_lists_are_read_by_their_columns() -> None:
     assert [str(part) for part in node.parts] == ["a", "b \\/ (c = d)", "e => f"]
 
 
-def test_a_bullet_ends_what_stands_open_before_it() -> None:
+def test_a_bullet_ends_the_open_expressions_before_it() -> None:
     node = parse("\n  /\\ IF a THEN b\n     ELSE c\n  /\\ \\E x \\in S : p\n  /\\ d")
 
     assert [part.kind for part in node.parts] == [Kind.IF, Kind.QUANTIFIED, Kind.NAME]
@@ -109,18 +109,18 @@ def test_a_bullet_ends_what_stands_open_before_it() -> None:
         ("[s : S, k : 1..n]", "[s : S, k : 1 .. n]"),
     ],
 )
-def test_what_is_read_is_written_again_with_its_operands_in_brackets(text: str, written: str) -> None:
+def test_parsed_expressions_are_written_with_their_operands_in_brackets(text: str, written: str) -> None:
     assert str(parse(text)) == written
     assert parse(written) == parse(text)
 
 
 @pytest.mark.parametrize("text", ["a /\\", "[a EXCEPT ![s] = ", "IF a THEN b", "a )", "a^+", "[][a]_v", "a!b"])
-def test_what_cannot_be_read_is_refused(text: str) -> None:
+def test_text_that_cannot_be_parsed_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="The model's text cannot be read"):
         parse(text)
 
 
-def test_our_model_is_read_whole_and_its_text_keeps_its_lines(model: Manifest, ledger: Ledger) -> None:
+def test_our_model_is_parsed_whole_and_rewritten_without_moving_lines(model: Manifest, ledger: Ledger) -> None:
     ours = source_of(model, ledger)
 
     assert {"Next", "Dispatch", "UpdateArrived", "FairWorld"} <= set(ours.trees)
@@ -168,20 +168,20 @@ def test_our_model_is_read_whole_and_its_text_keeps_its_lines(model: Manifest, l
         ("unfair", "/\\ \\A s \\in S : WF_vars(B(s))\n/\\ c", [("WF_vars(B(s))", "TRUE")]),
     ],
 )
-def test_an_operator_changes_what_it_says(operator: str, body: str, expected: list[tuple[str, str]]) -> None:
+def test_each_mutation_operator_makes_its_changes(operator: str, body: str, expected: list[tuple[str, str]]) -> None:
     found = [(before.replace(": m.w = w", ": (m.w = w)"), after) for before, after in edits(body, operator)]
 
     assert found == expected
 
 
-def test_what_is_there_for_the_reverts_alone_is_not_changed() -> None:
+def test_branches_that_exist_only_for_reverts_are_not_mutated() -> None:
     assert edits('IF Rule("R") THEN a ELSE b \\cup c', "side") == []
     assert edits('IF ~Rule("R") THEN b \\cup c ELSE a', "side") == []
     assert edits('Rule("R") \\/ a', "either") == []
     assert edits('IF Rule("R") THEN a \\cup d ELSE b', "side") == [("a \\cup d", "a"), ("a \\cup d", "d")]
 
 
-def test_names_do_not_move_with_the_text() -> None:
+def test_names_of_mutants_do_not_depend_on_line_numbers() -> None:
     body = "A ==\n  /\\ a > 1\n  /\\ a > 1\n  /\\ x' = 1\n"
     before = mutants(source(f"{body}====\n", "A"), ())
     after = mutants(source(f"\n\nB == y \\cup z\n\n{body}====\n", "A", "B"), ())
@@ -192,7 +192,7 @@ def test_names_do_not_move_with_the_text() -> None:
     assert [each.name for each in after if each.definition == "A"] == names
 
 
-def test_the_shares_are_the_whole_and_hold_nothing_twice(whole: Sequence[Mutant], ledger: Ledger) -> None:
+def test_the_shares_contain_every_mutant_once_and_are_of_equal_size(whole: Sequence[Mutant], ledger: Ledger) -> None:
     shares = [Share(which, 14).taken(whole, ledger) for which in range(1, 15)]
 
     assert sorted(each.name for share in shares for each in share) == sorted(each.name for each in whole)
@@ -201,14 +201,14 @@ def test_the_shares_are_the_whole_and_hold_nothing_twice(whole: Sequence[Mutant]
     assert Share().taken(whole, ledger) == ()
 
 
-def test_a_mutant_that_nothing_is_known_of_is_in_every_share(small: Ledger) -> None:
+def test_a_mutant_that_is_not_in_the_ledger_is_in_every_share(small: Ledger) -> None:
     known, new = mutant("dies"), mutant("new")
 
     assert [Share(which, 2).taken([known, new], small) for which in (1, 2)] == [(known, new), (new,)]
 
 
 @pytest.mark.parametrize("text", ["", "1", "x/2", "0/2", "3/2", "1/0", "-1/2"])
-def test_what_is_no_share_is_refused(text: str) -> None:
+def test_an_invalid_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a share|invalid literal"):
         Share.read(text)
     assert Share.read("2/14") == Share(2, 14)
@@ -245,7 +245,7 @@ def outcome(counts: Counts = BASELINE.counts, met: Sequence[str] = ("this", "tha
         (outcome(ending=Ending.TIMED_OUT, exit_code=None), Finding(Fate.UNDECIDED, "timed out", "H")),
     ],
 )
-def test_a_run_is_judged_by_properties_and_situations_never_by_counts(
+def test_a_mutant_is_killed_by_properties_and_situations_and_never_by_counts(
     seen: Outcome, expected: Finding, tmp_path: Path
 ) -> None:
     assert judge(BASELINE, seen, Library(tmp_path)) == expected
@@ -296,12 +296,12 @@ def seen(**fates: Fate) -> list[Entry]:
     return [Entry(name, fate, "Q", "H") for name, fate in fates.items()]
 
 
-def said(ledger: Ledger, entries: Sequence[Entry]) -> list[str]:
+def all_complaints(ledger: Ledger, entries: Sequence[Entry]) -> list[str]:
     return [*complaints(ledger, entries), *fallen(ledger.after(entries, [entry.name for entry in entries]))]
 
 
-def test_all_as_known_is_no_complaint(small: Ledger) -> None:
-    assert said(small, seen(dies=Fate.CANARY, lives=Fate.EQUIVALENT)) == []
+def test_mutants_killed_or_alive_as_in_the_ledger_cause_no_complaint(small: Ledger) -> None:
+    assert all_complaints(small, seen(dies=Fate.CANARY, lives=Fate.EQUIVALENT)) == []
 
 
 @pytest.mark.parametrize(
@@ -313,34 +313,36 @@ def test_all_as_known_is_no_complaint(small: Ledger) -> None:
         ({"dies": Fate.UNDECIDED, "lives": Fate.EQUIVALENT}, "killed no more"),
     ],
 )
-def test_another_fate_than_the_known_one_is_a_complaint(small: Ledger, fates: dict[str, Fate], expected: str) -> None:
-    assert re.search(expected, "\n".join(said(small, seen(**fates))))
+def test_a_mutant_whose_fate_contradicts_the_ledger_is_a_complaint(
+    small: Ledger, fates: dict[str, Fate], expected: str
+) -> None:
+    assert re.search(expected, "\n".join(all_complaints(small, seen(**fates))))
 
 
-def test_a_mutant_that_lives_needs_a_reason(small: Ledger, tmp_path: Path) -> None:
+def test_a_surviving_mutant_without_a_reason_is_a_complaint(small: Ledger, tmp_path: Path) -> None:
     (tmp_path / "mutants.toml").write_text(LEDGER.rpartition("reason")[0])
 
-    [complaint] = said(Ledger.read(tmp_path / "mutants.toml"), seen(dies=Fate.PROPERTY, lives=Fate.SURVIVED))
+    [complaint] = all_complaints(Ledger.read(tmp_path / "mutants.toml"), seen(dies=Fate.PROPERTY, lives=Fate.SURVIVED))
     assert complaint == "lives (survived) without a reason in the ledger: lives"
 
 
-def test_the_score_may_not_fall_and_counts_what_lives_for_a_reason(small: Ledger) -> None:
+def test_the_score_counts_survivors_with_a_reason_and_may_not_fall(small: Ledger) -> None:
     entries = seen(dies=Fate.PROPERTY, lives=Fate.EQUIVALENT, other=Fate.INVALID, more=Fate.SURVIVED)
     score = Score(entries)
 
     assert (score.killed, score.valid) == (1, 3)
-    assert "the score is 33.3 %, and it was 50.0 %: it may not fall" in said(small, entries)
+    assert "the score is 33.3 %, and it was 50.0 %: it may not fall" in all_complaints(small, entries)
     assert list(fallen(small)) == []
 
 
-def test_what_a_share_did_not_run_counts_as_it_is_known(small: Ledger) -> None:
+def test_mutants_that_a_share_did_not_run_keep_their_fate_in_the_ledger(small: Ledger) -> None:
     after = small.after(seen(dies=Fate.SURVIVED), ["dies", "lives"])
 
     assert list(fallen(after)) == ["the score is 0.0 %, and it was 50.0 %: it may not fall"]
     assert after.entries["lives"] == small.entries["lives"]
 
 
-def test_where_the_mutants_of_a_definition_died_is_counted(small: Ledger) -> None:
+def test_kills_are_counted_per_definition_and_configuration(small: Ledger) -> None:
     where = {"A: one": "K", "A: two": "K", "A: three": "H", "AB: four": "H"}
     lives = Entry("A: lives", Fate.SURVIVED, "", "H")
     seen = [lives, *(Entry(name, Fate.PROPERTY, "P", place) for name, place in where.items())]
@@ -357,7 +359,7 @@ def test_entries_without_mutant_and_mutants_without_entry_are_named(small: Ledge
     ]
 
 
-def test_a_situation_that_the_model_meets_no_more_is_named(small: Ledger) -> None:
+def test_new_and_lost_situations_of_the_model_are_reported(small: Ledger) -> None:
     assert list(changed_baselines(small, [BASELINE])) == [
         "H: met, but not in the ledger: that (python spec/check.py mutants --pin)"
     ]
@@ -383,7 +385,7 @@ def test_pinning_keeps_reasons_and_the_ratchet_only_rises(small: Ledger, tmp_pat
 @pytest.mark.parametrize(
     "broken", ["", "[model", LEDGER.replace("equivalent", "fine"), LEDGER.replace("[ratchet]", "")]
 )
-def test_a_ledger_that_does_not_say_what_it_must_is_refused(tmp_path: Path, broken: str) -> None:
+def test_an_incomplete_or_invalid_ledger_is_refused(tmp_path: Path, broken: str) -> None:
     (tmp_path / "mutants.toml").write_text(broken)
 
     with pytest.raises(ConfigurationError, match="The ledger"):
@@ -408,7 +410,7 @@ class _InterruptedSession:
 
 
 @pytest.mark.parametrize(("repin", "known"), [(True, 1), (False, 0)])
-def test_a_run_that_is_ended_early_keeps_what_it_saw_where_it_pins(
+def test_an_interrupted_run_writes_its_results_only_if_it_pins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repin: bool, known: int
 ) -> None:
     lamp = Path(shutil.copytree(Path(__file__).parent / "lamp", tmp_path / "lamp"))
@@ -428,21 +430,21 @@ def test_a_run_that_is_ended_early_keeps_what_it_saw_where_it_pins(
 # Our own ledger and model.
 
 
-def test_our_ledger_is_about_the_mutants_that_there_are(ledger: Ledger, whole: Sequence[Mutant]) -> None:
+def test_our_ledger_has_exactly_the_mutants_of_the_model(ledger: Ledger, whole: Sequence[Mutant]) -> None:
     assert len(whole) >= 900
     assert list(stale(ledger, whole)) == []
 
 
-def test_each_of_our_mutants_that_lives_has_a_reason_and_no_other(ledger: Ledger) -> None:
+def test_exactly_the_surviving_mutants_of_our_ledger_have_a_reason(ledger: Ledger) -> None:
     for entry in ledger.entries.values():
         assert bool(entry.reason) is entry.lives, entry.name
 
 
-def test_our_score_is_what_the_ledger_says_and_high_enough(ledger: Ledger) -> None:
+def test_our_score_reaches_the_ratchet_and_the_lowest_allowed_score(ledger: Ledger) -> None:
     assert ledger.score.percent >= ledger.ratchet >= LOWEST_SCORE
 
 
-def test_our_hunting_configurations_are_proofs_of_every_property(model: Manifest, ledger: Ledger) -> None:
+def test_our_hunting_configurations_are_the_pinned_proofs_of_mchunt(model: Manifest, ledger: Ledger) -> None:
     for found in model.select(ledger.hunts):
         assert (found.purpose, found.module, found.pinned is None) == (Purpose.PROOF, "MCHunt", False)
     assert set(ledger.hunts) == {found.name for found in model.configurations if found.module == "MCHunt"}
@@ -461,7 +463,9 @@ def test_each_situation_is_met_by_some_hunting_configuration(model: Manifest, le
 _NOT_HUNTED = {"WiderSend", "WonBack", "BackAfterFailure"}
 
 
-def test_each_of_our_fairness_conditions_is_dropped_alone(model: Manifest, whole: Sequence[Mutant]) -> None:
+def test_each_fairness_condition_has_a_configuration_and_a_mutant_without_it(
+    model: Manifest, whole: Sequence[Mutant]
+) -> None:
     text = Library(model.folder).module("AckProtocol")
     assert text is not None
     bodies = text.definitions["FairClock"].body + text.definitions["FairWorld"].body

@@ -11,7 +11,7 @@ from weightsync.model.output import Action, Counts, Findings, MessageReader, Pro
 Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 
 
-def test_a_run_without_error_is_read_whole(captured: Captured) -> None:
+def test_all_findings_of_a_run_without_errors_are_read(captured: Captured) -> None:
     findings, loose = captured("holds_with_coverage")
 
     assert findings.completed
@@ -55,7 +55,7 @@ def test_coverage_counts_each_action(captured: Captured) -> None:
         ),
     ],
 )
-def test_what_is_violated_is_named(captured: Captured, name: str, violations: list[Violation]) -> None:
+def test_violated_properties_are_named(captured: Captured, name: str, violations: list[Violation]) -> None:
     findings, _ = captured(name)
 
     assert violations == findings.violations
@@ -86,7 +86,7 @@ def test_a_counterexample_may_end_in_stuttering(captured: Captured) -> None:
     assert findings.trace[-2].action == "Up"
 
 
-def test_a_counterexample_may_go_back(captured: Captured) -> None:
+def test_a_counterexample_may_end_with_back_to_state(captured: Captured) -> None:
     findings, _ = captured("back_to_state")
 
     assert Step(2, "Back to state") == findings.trace[-1]
@@ -99,7 +99,7 @@ def test_large_numbers_have_commas(captured: Captured) -> None:
     assert Progress(generated=2235871, distinct=753571, queue=0) == findings.progress
 
 
-def test_messages_inside_messages_are_told_apart(captured: Captured) -> None:
+def test_a_message_nested_in_another_is_separated_from_it(captured: Captured) -> None:
     findings, _ = captured("nested")
 
     assert len(findings.errors) == 1
@@ -114,7 +114,7 @@ def test_messages_inside_messages_are_told_apart(captured: Captured) -> None:
         ("unknown_operator", "Unknown operator: `m'."),
     ],
 )
-def test_what_stands_outside_of_messages_is_kept(captured: Captured, name: str, said: str) -> None:
+def test_text_outside_of_messages_is_kept(captured: Captured, name: str, said: str) -> None:
     _, loose = captured(name)
 
     assert said in loose

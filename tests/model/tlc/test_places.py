@@ -40,14 +40,14 @@ def missed(library: Library, *runs: Sequence[Expression]) -> list[tuple[str, str
     return [(each.definition, each.text) for each in unreached(runs, library, {"M"})]
 
 
-def test_a_line_of_tlc_is_read() -> None:
+def test_a_line_of_tlcs_coverage_is_parsed() -> None:
     assert read_expression("  ||line 3, col 14 to line 4, col 18 of module M: 7") == Expression(
         2, TextRange("M", 3, 14, 4, 18), 7
     )
     assert read_expression("<A line 3, col 14 to line 4, col 18 of module M>: 1:2") is None
 
 
-def test_messages_of_coverage_are_kept_and_the_last_report_counts() -> None:
+def test_only_the_last_coverage_report_is_kept() -> None:
     reader, findings = MessageReader(), Findings()
     line = "  line 2, col 12 to line 2, col 16 of module M: 3"
     for code, text in ((2201, "start"), (2221, line), (2201, "start again"), (2221, line)):
@@ -59,14 +59,14 @@ def test_messages_of_coverage_are_kept_and_the_last_report_counts() -> None:
     assert findings.expressions == [seen(0, 2, 12, 16, 3)]
 
 
-def test_a_part_never_evaluated_is_named_whole_and_once(library: Library) -> None:
+def test_an_expression_that_is_never_evaluated_is_named_once_as_a_whole(library: Library) -> None:
     branch = seen(0, 4, 17, 17, 0)
     run = [seen(0, 2, 12, 16, 3), seen(0, 3, 15, 19, 3), Expression(0, TextRange("M", 3, 26, 4, 17), 0), branch]
 
     assert missed(library, run) == [("A", "B ELSE C")]
 
 
-def test_what_one_run_evaluates_is_reached(library: Library) -> None:
+def test_an_expression_that_any_run_evaluates_is_reached(library: Library) -> None:
     idle_run = [seen(0, 3, 15, 19, 3), seen(0, 4, 17, 17, 0)]
     busy_run = [seen(0, 3, 15, 19, 3), seen(0, 4, 17, 17, 1)]
 
@@ -74,7 +74,7 @@ def test_what_one_run_evaluates_is_reached(library: Library) -> None:
     assert missed(library, idle_run, busy_run) == []
 
 
-def test_what_is_evaluated_with_all_its_parts_is_not_listed_by_tlc_and_is_reached(library: Library) -> None:
+def test_an_evaluated_definition_whose_parts_tlc_does_not_list_is_reached(library: Library) -> None:
     elsewhere = [seen(0, 5, 6, 10, 0)]
     whole = [seen(0, 3, 26, 26, 4)]
 
@@ -82,14 +82,14 @@ def test_what_is_evaluated_with_all_its_parts_is_not_listed_by_tlc_and_is_reache
     assert missed(library, elsewhere, whole) == []
 
 
-def test_other_modules_are_not_looked_at(library: Library) -> None:
+def test_only_the_given_modules_are_searched_for_unreached_expressions(library: Library) -> None:
     assert list(unreached([[seen(0, 4, 17, 17, 0)]], library, {"N"})) == []
     assert list(unreached([[seen(0, 4, 17, 17, 0)]], library, {"M"})) == [Unreached("A", "C", 4)]
 
 
 @pytest.mark.tlc
 @pytest.mark.timeout(180)
-def test_a_part_that_should_be_evaluated_is_a_complaint_and_one_known_to_be_idle_is_not(
+def test_an_expression_that_is_never_evaluated_is_a_complaint_unless_it_is_listed_as_idle(
     toolchain: Toolchain, manifest: Manifest, recorder: Recorder
 ) -> None:
     verdicts = Suite(toolchain, manifest, recorder, Coverage.COUNTED).run(manifest.select(["Holds"]))
@@ -104,7 +104,7 @@ def test_a_part_that_should_be_evaluated_is_a_complaint_and_one_known_to_be_idle
     assert complaints[0] not in after
 
 
-def test_an_idle_part_needs_its_reason(specs: Path) -> None:
+def test_an_expression_that_is_listed_as_idle_needs_a_reason(specs: Path) -> None:
     path = specs / "manifest.toml"
     path.write_text(path.read_text() + '\n[coverage]\nidle = [{ definition = "A", text = "b" }]\n')
 

@@ -61,7 +61,7 @@ def test_each_clause_of_the_promise_has_a_step_that_it_refuses() -> None:
     assert set(IMPLIED) <= set(clauses(folder))
 
 
-def test_the_steps_are_checked_in_the_quick_set_and_one_that_is_allowed_is_found() -> None:
+def test_the_refused_steps_have_a_quick_proof_and_a_quick_canary() -> None:
     of = {found.purpose: found for found in Manifest.read(find_model()).configurations if found.module == STEPS}
 
     assert set(of) == {Purpose.PROOF, Purpose.CANARY}
@@ -72,7 +72,9 @@ def test_the_steps_are_checked_in_the_quick_set_and_one_that_is_allowed_is_found
 @pytest.mark.tlc
 @pytest.mark.slow
 @pytest.mark.parametrize("clause", sorted(set(clauses(find_model())) - set(IMPLIED)), ids=": ".join)
-def test_a_clause_that_is_taken_out_is_missed(tmp_path: Path, toolchain: Toolchain, clause: Clause) -> None:
+def test_tlc_finds_a_violation_if_a_clause_of_the_promise_is_removed(
+    tmp_path: Path, toolchain: Toolchain, clause: Clause
+) -> None:
     folder = find_model()
     shutil.copy(folder / f"{STEPS}.tla", tmp_path)
     [steps] = Manifest.read(folder).select([STEPS])

@@ -28,7 +28,9 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def test_all_is_as_expected(toolchain: Toolchain, manifest: Manifest, recorder: Recorder) -> None:
+def test_all_quick_configurations_are_as_expected_and_reported_to_the_observer(
+    toolchain: Toolchain, manifest: Manifest, recorder: Recorder
+) -> None:
     chosen = manifest.tier(Tier.QUICK)
 
     verdicts = Suite(toolchain, manifest, recorder).run(chosen)
@@ -40,7 +42,7 @@ def test_all_is_as_expected(toolchain: Toolchain, manifest: Manifest, recorder: 
     assert {("ended", found.name) for found in chosen} <= set(recorder.seen)
 
 
-def test_many_runs_share_an_archive_of_tlcs_classes_and_few_have_none(
+def test_many_runs_share_an_archive_of_tlcs_classes_and_few_runs_use_none(
     toolchain: Toolchain, manifest: Manifest, recorder: Recorder
 ) -> None:
     bare = replace(toolchain, options=())
@@ -95,7 +97,7 @@ def test_a_mutated_guard_or_update_is_caught(
     assert said in " ".join(verdict.complaints)
 
 
-def test_a_trap_is_refused_before_anything_runs(
+def test_an_expression_that_tlc_gets_wrong_is_refused_before_tlc_runs(
     toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder
 ) -> None:
     edit(specs / "Counter.tla", "n' = n + 1", "n' = [[i \\in 1..2 |-> n] EXCEPT ![1] = n + 1][1]")
@@ -128,7 +130,7 @@ def test_a_model_that_does_not_parse_is_no_verdict(
     assert "Parse Error" in verdict.complaints[0]
 
 
-def test_a_run_past_its_time_is_no_verdict(
+def test_a_run_that_times_out_is_no_verdict(
     toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder
 ) -> None:
     edit(specs / "manifest.toml", "constants = { Max = 2000 }", "constants = { Max = 2000000000 }")
@@ -140,7 +142,7 @@ def test_a_run_past_its_time_is_no_verdict(
     assert verdict.complaints[0].startswith("no verdict: timed out after 2 s")
 
 
-def test_pinning_writes_what_is_counted_and_nothing_else(
+def test_pinning_writes_the_counts_and_nothing_else(
     toolchain: Toolchain, manifest: Manifest, specs: Path, recorder: Recorder
 ) -> None:
     before = (specs / "manifest.toml").read_text()
@@ -163,7 +165,7 @@ def test_coverage_finds_the_action_that_is_never_taken(
     assert list(vacuity(verdicts, [])) == ["Counter.Reset (line 23) is never taken by any proof"]
 
 
-def test_a_run_that_is_stopped_leaves_nothing(
+def test_a_stopped_run_leaves_no_temporary_folder(
     toolchain: Toolchain, specs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

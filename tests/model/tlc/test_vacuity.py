@@ -20,7 +20,9 @@ _LARGER = {"FanoutSuperseded", "PartsTwoTravel"}
 @pytest.mark.tlc
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_each_action_beside_the_protocol_is_taken_in_some_proof(toolchain: Toolchain, recorder: Recorder) -> None:
+def test_each_action_of_the_modules_beside_the_protocol_is_taken_in_some_proof(
+    toolchain: Toolchain, recorder: Recorder
+) -> None:
     model = Manifest.read(find_model())
     proofs = [found for found in model.configurations if found.purpose is Purpose.PROOF and found.module in _BESIDE]
     small = [

@@ -17,7 +17,7 @@ from weightsync.model.verdict import Verdict, explain, judge, vacuity
 Captured = Callable[[str], tuple[Findings, tuple[str, ...]]]
 
 
-class Court:
+class CapturedRuns:
     """Judges captured output as if it came from a run of a configuration."""
 
     def __init__(self, specs: Path, captured: Captured) -> None:
@@ -41,8 +41,8 @@ class Court:
 
 
 @pytest.fixture
-def court(specs: Path, captured: Captured) -> Court:
-    return Court(specs, captured)
+def captured_runs(specs: Path, captured: Captured) -> CapturedRuns:
+    return CapturedRuns(specs, captured)
 
 
 @pytest.mark.parametrize(
@@ -57,27 +57,31 @@ def court(specs: Path, captured: Captured) -> Court:
         ("FalseAssumption", "assumptions", 10),
     ],
 )
-def test_what_is_expected_passes(court: Court, name: str, run: str, exit_code: int) -> None:
-    verdict = court.judge(court.configuration(name), run, exit_code)
+def test_a_run_with_the_expected_result_has_no_complaints(
+    captured_runs: CapturedRuns, name: str, run: str, exit_code: int
+) -> None:
+    verdict = captured_runs.judge(captured_runs.configuration(name), run, exit_code)
 
     assert verdict.complaints == ()
     assert verdict.as_expected
 
 
 @pytest.mark.parametrize("changed", [{"generated": 7}, {"distinct": 6}, {"depth": 4}])
-def test_another_count_fails_and_says_how_to_repin(court: Court, changed: dict[str, int]) -> None:
+def test_a_changed_count_is_a_complaint_that_says_how_to_repin(
+    captured_runs: CapturedRuns, changed: dict[str, int]
+) -> None:
     pinned = replace(Counts(6, 5, 5), **changed)
-    configuration = replace(court.configuration("Holds"), pinned=pinned)
+    configuration = replace(captured_runs.configuration("Holds"), pinned=pinned)
 
-    verdict = court.judge(configuration, "holds_with_coverage", 0)
+    verdict = captured_runs.judge(configuration, "holds_with_coverage", 0)
 
     assert len(verdict.complaints) == 1
     assert "python spec/check.py model --pin Holds" in verdict.complaints[0]
     assert Counts(6, 5, 5) == verdict.repin
 
 
-def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> None:
-    verdict = court.judge(replace(court.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
+def test_a_configuration_that_holds_must_have_counts_pinned(captured_runs: CapturedRuns) -> None:
+    verdict = captured_runs.judge(replace(captured_runs.configuration("Holds"), pinned=None), "holds_with_coverage", 0)
 
     assert verdict.complaints == (
         "no counts are pinned; pin the new counts with python spec/check.py model --pin Holds",
@@ -116,16 +120,18 @@ def test_a_configuration_that_holds_must_have_counts_pinned(court: Court) -> Non
         ("Stuck", "stuttering", 13, "TLC should find a deadlock, but found "),
     ],
 )
-def test_anything_else_fails(court: Court, name: str, run: str, exit_code: int, said: str) -> None:
-    verdict = court.judge(court.configuration(name), run, exit_code)
+def test_each_unexpected_result_is_one_complaint(
+    captured_runs: CapturedRuns, name: str, run: str, exit_code: int, said: str
+) -> None:
+    verdict = captured_runs.judge(captured_runs.configuration(name), run, exit_code)
 
     assert verdict.complaints[0].startswith(said)
     assert len(verdict.complaints) == 1
     assert verdict.repin is None
 
 
-def test_a_run_without_an_end_is_no_verdict(court: Court) -> None:
-    verdict = court.judge(court.configuration("Holds"), "progress", None, Ending.TIMED_OUT)
+def test_a_run_that_timed_out_is_no_verdict(captured_runs: CapturedRuns) -> None:
+    verdict = captured_runs.judge(captured_runs.configuration("Holds"), "progress", None, Ending.TIMED_OUT)
 
     assert verdict.complaints == ("no verdict: timed out after 2 s (753,571 distinct states so far, 0 in the queue)",)
 
@@ -142,29 +148,31 @@ def test_a_run_without_an_end_is_no_verdict(court: Court) -> None:
     ],
 )
 def test_a_run_is_undecided_unless_tlc_ended_with_a_verdict(
-    court: Court, run: str, exit_code: int | None, ending: Ending, undecided: bool
+    captured_runs: CapturedRuns, run: str, exit_code: int | None, ending: Ending, undecided: bool
 ) -> None:
-    assert court.judge(court.configuration("Holds"), run, exit_code, ending).undecided is undecided
+    assert captured_runs.judge(captured_runs.configuration("Holds"), run, exit_code, ending).undecided is undecided
 
 
-def test_two_temporal_properties_cannot_be_told_apart(court: Court) -> None:
-    unfair = court.configuration("Unfair")
+def test_a_violation_of_one_of_two_temporal_properties_names_both(captured_runs: CapturedRuns) -> None:
+    unfair = captured_runs.configuration("Unfair")
     configuration = replace(unfair, config=replace(unfair.config, properties=("Ends", "Settles")))
 
-    verdict = court.judge(configuration, "stuttering", 13)
+    verdict = captured_runs.judge(configuration, "stuttering", 13)
 
     assert "Ends or Settles" in verdict.complaints[0]
     assert "check each in its own configuration" in verdict.complaints[0]
 
 
-def test_temporal_properties_checked_by_two_workers_do_not_count(court: Court) -> None:
-    verdict = court.judge(replace(court.configuration("Holds"), workers=2), "holds_with_coverage", 0)
+def test_temporal_properties_checked_by_two_workers_do_not_count(captured_runs: CapturedRuns) -> None:
+    verdict = captured_runs.judge(replace(captured_runs.configuration("Holds"), workers=2), "holds_with_coverage", 0)
 
     assert verdict.complaints == ("temporal properties were checked with 2 workers, which can miss a violation",)
 
 
-def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court) -> None:
-    explained = "\n".join(explain(court.judge(court.configuration("Holds"), "invariant", 12)))
+def test_the_explanation_shows_the_counterexample_and_the_commands_to_repeat_the_run(
+    captured_runs: CapturedRuns,
+) -> None:
+    explained = "\n".join(explain(captured_runs.judge(captured_runs.configuration("Holds"), "invariant", 12)))
 
     assert "3. Up\n         n = 2" in explained
     assert "weightsync check Holds" in explained
@@ -172,15 +180,15 @@ def test_the_explanation_tells_the_counterexample_and_how_to_go_on(court: Court)
     assert "-workers 1 -metadir $T -config $T/Holds.cfg Counter.tla" in explained
 
 
-def test_an_action_that_nobody_takes_is_reported(court: Court) -> None:
-    holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
+def test_an_action_that_no_proof_takes_is_reported(captured_runs: CapturedRuns) -> None:
+    holds = captured_runs.judge(captured_runs.configuration("Holds"), "holds_with_coverage", 0)
 
     assert list(vacuity([holds], [])) == ["Counter.Reset (line 23) is never taken by any proof"]
     assert list(vacuity([], [])) == []
 
 
-def test_a_planted_action_is_for_reverts_alone(court: Court) -> None:
-    holds = court.judge(court.configuration("Holds"), "holds_with_coverage", 0)
+def test_an_action_planted_for_reverts_must_not_be_taken_by_proofs(captured_runs: CapturedRuns) -> None:
+    holds = captured_runs.judge(captured_runs.configuration("Holds"), "holds_with_coverage", 0)
 
     assert list(vacuity([holds], ["Reset"])) == []
     assert list(vacuity([holds], ["Reset", "Up"])) == [

@@ -20,8 +20,8 @@ from network import (
     World,
     emptied,
     hung_up,
-    place_of,
     posted,
+    sender_and_link_number,
 )
 
 from weightsync.errors import ConfigurationError, ProtocolError, StateError, SyncError
@@ -178,7 +178,7 @@ def _executed(world: World, w: int, effect: receiving.Effect, before: Worker) ->
     last = world.bounds.max_version + 1
 
     def said(incarnation: int, version: int, serial: int, kind: str, fence: int) -> World:
-        s, k = place_of(world, effect.link, incarnation)
+        s, k = sender_and_link_number(world, effect.link, incarnation)
         return posted(world, Word(s, w, k, incarnation, version, serial, kind, fence))
 
     match effect:
@@ -203,7 +203,7 @@ def _executed(world: World, w: int, effect: receiving.Effect, before: Worker) ->
 
 def word_of(world: World, link: int, w: int, answer: Ack | Refusal, worker: Worker) -> Word:
     """A worker's answer, as a message in transit."""
-    s, k = place_of(world, link, answer.incarnation)
+    s, k = sender_and_link_number(world, link, answer.incarnation)
     kind = "ACK" if isinstance(answer, Ack) else answer.kind.name
     fence = 0 if isinstance(answer, Ack) else answer.fence
     return Word(s, w, k, answer.incarnation, answer.version, worker.decided_p, kind, fence)

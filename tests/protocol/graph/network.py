@@ -138,7 +138,7 @@ def number(bounds: Bounds, s: int, k: int) -> int:
     return k if is_shared(bounds) else 100 * s + k
 
 
-def place_of(world: World, link: int, incarnation: int) -> tuple[int, int]:
+def sender_and_link_number(world: World, link: int, incarnation: int) -> tuple[int, int]:
     """The sender of a link, and the link's number for that sender.
 
     The sender of a shared link is the one that has the given incarnation.
@@ -152,7 +152,7 @@ def owner(world: World, incarnation: int) -> int:
 
 
 def link_of(world: World, worker: Worker) -> tuple[int, int]:
-    return (0, 0) if worker.data.link is None else place_of(world, worker.data.link, worker.data.fence)
+    return (0, 0) if worker.data.link is None else sender_and_link_number(world, worker.data.link, worker.data.fence)
 
 
 def connection(world: World, w: int, s: int, k: int) -> set[tuple[int, int, int]]:
@@ -163,12 +163,12 @@ def connection(world: World, w: int, s: int, k: int) -> set[tuple[int, int, int]
 def hung_up(world: World, w: int, s: int, k: int) -> World:
     """Close the worker's end of a link. Messages to the worker on it are lost."""
     ends = connection(world, w, s, k)
-    return closing_ends(
+    return with_ends_closed(
         world._replace(messages=frozenset(m for m in world.messages if (m.s, m.w, m.k) not in ends)), ends
     )
 
 
-def closing_ends(world: World, ends: set[tuple[int, int, int]]) -> World:
+def with_ends_closed(world: World, ends: set[tuple[int, int, int]]) -> World:
     """Close the worker's ends of these links."""
     more = {(s, w) for s, w, k in ends if s and is_open(world, s, w, k)}
     return world._replace(gone=world.gone | more) if more else world
@@ -179,7 +179,7 @@ def all_ends(world: World, w: int) -> set[tuple[int, int, int]]:
     return {(s, w, workers[w].link) for s, workers in members if w in workers}
 
 
-def messages_read(world: World, w: int) -> World:
+def without_messages_to(world: World, w: int) -> World:
     """Remove all messages to this worker."""
     return world._replace(messages=frozenset(m for m in world.messages if m.w != w))
 

@@ -11,16 +11,16 @@ from network import (
     Worker,
     World,
     all_ends,
-    closing_ends,
     first,
     hung_up,
     is_open,
     is_shared,
     link_of,
-    messages_read,
     number,
     posted,
     taken,
+    with_ends_closed,
+    without_messages_to,
 )
 from senders import MODEL, Attempt
 
@@ -203,9 +203,9 @@ def _ended(world: World, w: int, event: receiving.Event) -> World:
     world = heard(world, w, event)
     served = world.worker(w).served_p if world.worker(w).data.served else 0
     world = world.with_worker(w, replace(world.worker(w), pending_p=0, served_p=served))
-    return closing_ends(messages_read(world, w), ends)
+    return with_ends_closed(without_messages_to(world, w), ends)
 
 
 def _crash(world: World, w: int) -> World:
     ends = all_ends(world, w)
-    return closing_ends(messages_read(world.with_worker(w, Worker()), w), ends)
+    return with_ends_closed(without_messages_to(world.with_worker(w, Worker()), w), ends)

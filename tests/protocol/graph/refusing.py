@@ -103,7 +103,7 @@ def receiver_events(bounds: Bounds) -> list[receiving.Event]:
     ]
 
 
-def due_of_sender(state: State, data: sending.SenderData, event: sending.Event) -> Due:
+def required_answer_of_sender(state: State, data: sending.SenderData, event: sending.Event) -> Due:
     """The required answer of a sender to an event."""
     taken = _sender_input(state, data, event)
     if taken is None:
@@ -171,7 +171,7 @@ def _answered(state: State, data: sending.SenderData, owed: dict[int, int], even
     return _S.CAUGHT_UP if message.version and message.version == entry.catching else _S.STALE
 
 
-def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving.Event) -> Due:
+def required_answer_of_receiver(state: State, data: receiving.ReceiverData, event: receiving.Event) -> Due:
     """The required answer of a receiver to an event."""
     match event:
         case receiving.LinkDown(link):
@@ -202,7 +202,7 @@ def due_of_receiver(state: State, data: receiving.ReceiverData, event: receiving
     return taken if (state, taken) in RECEIVER_ROWS else StateError
 
 
-def closed_beside(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
+def effects_of_late_event(data: receiving.ReceiverData, event: receiving.Event) -> tuple[receiving.Effect, ...]:
     """The required effects of a late event.
 
     The event's own link closes, after a message if it failed. `SendAck` has no effect, nor has a goodbye on the current

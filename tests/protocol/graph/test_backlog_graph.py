@@ -145,7 +145,7 @@ class Trainer:
         )
 
 
-def tried(state: State, delivery: Delivery) -> Iterator[Step]:
+def possible_steps(state: State, delivery: Delivery) -> Iterator[Step]:
     """The steps to try in a state: every call, and all that may happen on the link. The driver may refuse a call."""
     most = None if delivery.reorders else 1
     yield from (("Dispatch", version) for version in VERSIONS if version > state.newest)
@@ -161,7 +161,7 @@ def searched(delivery: Delivery) -> tuple[Graph, int]:
     todo, graph = deque([start]), set[tuple[State, Step, State]]()
     while todo:
         state = todo.popleft()
-        for step in tried(state, delivery):
+        for step in possible_steps(state, delivery):
             trainer = Trainer(delivery, paths[state])
             try:
                 trainer.take(step)
@@ -176,7 +176,7 @@ def searched(delivery: Delivery) -> tuple[Graph, int]:
 
 
 @names
-def test_the_shipped_backlog_has_the_graph_that_is_pinned(name):
+def test_the_graph_of_the_shipped_backlog_has_the_pinned_counts(name):
     graph, depth = searched(LINKS[name])
     [configuration] = Manifest.read(MODEL).select([name])
     states = {state for before, _, after in graph for state in (before, after)}
@@ -193,13 +193,13 @@ def test_the_shipped_backlog_and_the_model_have_the_same_graph(name, tmp_path):
         before, action, version, after = cast("tuple[object, ...]", parse(line.strip()[1:-1].replace('\\"', '"')))
         theirs.add((State(*before), (action, version), State(*after)))
 
-    outcome = TlcRun(java_and_tlc("THE GRAPH"), _labelled(name, tmp_path)).run(lambda _: None, read)
+    outcome = TlcRun(java_and_tlc("THE GRAPH"), _printing_job(name, tmp_path)).run(lambda _: None, read)
 
     assert (outcome.ending, outcome.exit_code) == (Ending.EXITED, 0)
     assert searched(LINKS[name])[0] == theirs
 
 
-def _labelled(name, folder):
+def _printing_job(name, folder):
     """A job in which TLC prints each step of the model."""
     (folder / "Backlog.tla").write_text((MODEL / "Backlog.tla").read_text(encoding="utf-8"), encoding="utf-8")
     taken = [f'  /\\ {action}(v) => PrintT(ToString(<<vars, "{action}", v, vars\'>>))' for action in ACTIONS]

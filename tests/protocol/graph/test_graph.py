@@ -37,7 +37,7 @@ def test_the_code_has_the_committed_graph(name):
     assert as_committed(name, explored(name)[0]) == committed()[name], OTHER_GRAPH
 
 
-def test_the_graph_is_the_same_where_workers_are_too_many_for_a_dict(monkeypatch):
+def test_the_graph_is_the_same_if_workers_are_kept_in_a_tree(monkeypatch):
     monkeypatch.setattr(by_worker, "SMALL", 0)
     try:
         assert as_committed("one of two leaves", search(SMALL["one of two leaves"])) == committed()["one of two leaves"]
@@ -58,7 +58,7 @@ def test_the_code_and_the_model_have_the_same_graph(name):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_graph_is_the_committed_one_and_the_models(name):
+def test_large_graphs_of_code_and_model_are_equal_and_have_the_committed_digest(name):
     with ThreadPoolExecutor(1) as beside:
         theirs = beside.submit(printed, name)
         graph = search(LARGE[name])
@@ -68,7 +68,7 @@ def test_a_large_graph_is_the_committed_one_and_the_models(name):
     assert difference(graph, dump.graph) == ""
 
 
-def test_a_digest_is_committed_of_each_configuration_and_of_no_other():
+def test_exactly_the_configurations_have_a_committed_digest():
     assert {name: pinned["bounds"] for name, pinned in committed().items()} == {
         name: in_words(bounds) for name, bounds in CONFIGURATIONS.items()
     }
@@ -81,7 +81,7 @@ def test_every_feature_and_every_kind_of_link_is_in_some_small_graph():
     assert set().union(*(bounds.links for bounds in SMALL.values())) == {"Reorders", "Duplicates", "Loses", "Lingers"}
 
 
-def test_every_action_that_no_revert_plants_is_taken_in_some_small_graph():
+def test_every_action_but_those_of_planted_faults_is_taken_in_some_small_graph():
     planted = {Action.SWAP_FIRST, Action.SWAP_HALF, Action.DROP_ANSWER, Action.SEND_AGAIN, Action.APPLY_CLOSED}
     actions = {action for _, action, _ in disjuncts(Library(MODEL), "MC")}
     assert {label[0] for name in SMALL for label in explored(name)[0].labels} == actions - planted

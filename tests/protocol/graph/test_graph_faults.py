@@ -15,7 +15,7 @@ from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import ReceiverInput, SenderInput, State
 
 
-def _named(half, change):
+def _guard_fault(half, change):
     """Plant a fault in the guards: `change(state, data, event, named)` returns another input."""
 
     def plant(monkeypatch):
@@ -25,7 +25,7 @@ def _named(half, change):
     return plant
 
 
-def _advanced(change):
+def _advance_fault(change):
     """Plant a fault in what a receiver remembers after an event."""
 
     def plant(monkeypatch):
@@ -40,7 +40,7 @@ def _advanced(change):
     return plant
 
 
-def _row(half, name, place, to):
+def _row_fault(half, name, place, to):
     """Plant a row that is not there; with None as `to`, remove one that is."""
 
     def plant(monkeypatch):
@@ -78,12 +78,12 @@ def _a_joiner_gets_nothing(monkeypatch):
     monkeypatch.setattr(sending, "_join", lazy)
 
 
-def _instead(old, new, kind=object):
+def _other_input(old, new, kind=object):
     """Replace the input `old` by `new`, for events of one kind."""
     return lambda state, data, event, named: new if named is old and isinstance(event, kind) else named
 
 
-def _forgotten(event, data, after):
+def _refusal_forgotten(event, data, after):
     return replace(after, decided=data.decided) if isinstance(event, receiving.Refused) else after
 
 
@@ -96,56 +96,62 @@ CODE, MODEL = "only the code has", "only the model has"
 FAULTS = {
     # An event that must be refused is taken: the code has an edge too many.
     "an abandon in ready is named JOIN": (
-        _named(sending, lambda s, d, e, n: _S.JOIN if n is _S.ABANDON and s is State.READY else n),
+        _guard_fault(sending, lambda s, d, e, n: _S.JOIN if n is _S.ABANDON and s is State.READY else n),
         "two versions",
         f"{CODE} ('Abandon', 1)",
     ),
     "an answered in ready is named STALE": (
-        _named(receiving, lambda s, d, e, n: _R.STALE if n is _R.ANSWERED and s is State.READY and d.answer else n),
+        _guard_fault(
+            receiving, lambda s, d, e, n: _R.STALE if n is _R.ANSWERED and s is State.READY and d.answer else n
+        ),
         "two versions",
         f"{CODE} ('Answered', 1)",
     ),
     "a row more: a wait in ready": (
-        _row(sending, "SENDER_ROWS", (State.READY, _S.WAIT), State.READY),
+        _row_fault(sending, "SENDER_ROWS", (State.READY, _S.WAIT), State.READY),
         "two versions",
         f"{CODE} ('Wait', 1)",
     ),
     "a row more: applied in ready": (
-        _row(receiving, "RECEIVER_ROWS", (State.READY, _R.APPLIED), State.READY),
+        _row_fault(receiving, "RECEIVER_ROWS", (State.READY, _R.APPLIED), State.READY),
         "two versions",
         f"{CODE} ('Applied', 1)",
     ),
     # An event that must be taken is refused: the code lacks an edge of the model.
     "a stale answer is named SEND": (
-        _named(sending, lambda s, d, e, n: _S.SEND if n is _S.STALE and s is State.PENDING_ASYNC else n),
+        _guard_fault(sending, lambda s, d, e, n: _S.SEND if n is _S.STALE and s is State.PENDING_ASYNC else n),
         "lingering",
         MODEL,
     ),
     "a second Hello is named CONNECT": (
-        _named(receiving, _instead(_R.DUPLICATE, _R.CONNECT, receiving.HelloArrived)),
+        _guard_fault(receiving, _other_input(_R.DUPLICATE, _R.CONNECT, receiving.HelloArrived)),
         "duplicated",
         f"{MODEL} ('HelloArrived', 1, 1, 1)",
     ),
     "a row less: a loss in ready": (
-        _row(sending, "SENDER_ROWS", (State.READY, _S.LOST), None),
+        _row_fault(sending, "SENDER_ROWS", (State.READY, _S.LOST), None),
         "losses",
         f"{MODEL} ('GiveUp', 1, 1)",
     ),
     "a row less: a takeover in awaiting_ack": (
-        _row(receiving, "RECEIVER_ROWS", (State.AWAITING_ACK, _R.TAKEOVER), None),
+        _row_fault(receiving, "RECEIVER_ROWS", (State.AWAITING_ACK, _R.TAKEOVER), None),
         "losses",
         f"{MODEL} ('HelloArrived', 1, 1, 2)",
     ),
     # An event is taken, but leads to another node.
-    "a wait never finds it settled": (_named(sending, _instead(_S.WAIT_SETTLED, _S.WAIT)), "two versions", CODE),
+    "a wait never finds it settled": (
+        _guard_fault(sending, _other_input(_S.WAIT_SETTLED, _S.WAIT)),
+        "two versions",
+        CODE,
+    ),
     "anything is current": (_anything_is_current, "lingering", CODE),
     "a joiner gets nothing": (_a_joiner_gets_nothing, "crashes", CODE),
-    "refusals are forgotten": (_advanced(_forgotten), "losses", CODE),
-    "the fence falls with the link": (_advanced(_fence_falls), "successors", CODE),
+    "refusals are forgotten": (_advance_fault(_refusal_forgotten), "losses", CODE),
+    "the fence falls with the link": (_advance_fault(_fence_falls), "successors", CODE),
     "a row leads elsewhere": (
         lambda monkeypatch: (
-            _row(sending, "SENDER_ROWS", (State.AWAITING_ACK, _S.DEADLINE), None)(monkeypatch),
-            _row(sending, "SENDER_ROWS", (State.AWAITING_ACK, _S.DEADLINE), State.READY)(monkeypatch),
+            _row_fault(sending, "SENDER_ROWS", (State.AWAITING_ACK, _S.DEADLINE), None)(monkeypatch),
+            _row_fault(sending, "SENDER_ROWS", (State.AWAITING_ACK, _S.DEADLINE), State.READY)(monkeypatch),
         ),
         "two versions",
         f"{CODE} ('Deadline', 1)",

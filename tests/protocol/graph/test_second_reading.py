@@ -16,7 +16,7 @@ from modelcheck.second.words import NO_LINK, Message
 
 from weightsync.protocol._actions import Action
 
-_OF_STEPS = {**STEPS, **BOOK_STEPS, **DELIVERIES, "RefinesWeightSync": refines}
+_STEP_PROPERTIES = {**STEPS, **BOOK_STEPS, **DELIVERIES, "RefinesWeightSync": refines}
 
 
 def _sender(node: Node, **changes) -> Node:
@@ -36,31 +36,31 @@ def _receiver(node: Node, **changes) -> Node:
     return node._replace(rdata=(node.rdata[0]._replace(**changes), *node.rdata[1:]))
 
 
-def _waited(node: Node) -> bool:
+def _awaits_an_answer(node: Node) -> bool:
     return node.blocked[0] and node.sdata[0].out.owed[0] != 0
 
 
-def _serving(node: Node) -> bool:
+def _serves_version_1(node: Node) -> bool:
     return node.rstate[0] == "ready" and node.rdata[0].served[1] == 1 and node.is_open(1, 1, 1)
 
 
 #: The property, which states of the graph "two versions" are changed, and how.
 STATES = [
-    ("TypeOK", _waited, lambda n: n._replace(sstate=("waiting",))),
-    ("TypeOK", _waited, lambda n: _out(n, outcomes=("MAYBE",))),
-    ("TypeOK", _waited, lambda n: _sender(n, version=3)),
-    ("TypeOK", _waited, lambda n: _sender(n, dueAll=n.sdata[0].version + 1)),
-    ("TypeOK", _waited, lambda n: _entry(n, link=2)),
-    ("TypeOK", _serving, lambda n: _receiver(n, fence=9)),
-    ("TypeOK", _serving, lambda n: _receiver(n, served=(1, 3, 3))),
-    ("TypeOK", _serving, lambda n: n._replace(messages=frozenset({Message(1, 1, 2, 1, 1)}))),
-    ("Consistent", _waited, lambda n: n._replace(blocked=(False,))),
-    ("Consistent", _waited, lambda n: n._replace(sstate=("ready",), blocked=(False,))),
-    ("Consistent", _waited, lambda n: _out(n, outcomes=("APPLIED",))),
-    ("Consistent", _waited, lambda n: _entry(n, link_state="LOST")),
-    ("Consistent", _serving, lambda n: _receiver(n, link=NO_LINK)),
-    ("Consistent", _serving, lambda n: _receiver(n, pending=(1, 2, 2))),
-    ("Consistent", _serving, lambda n: n._replace(gone=((True,),))),
+    ("TypeOK", _awaits_an_answer, lambda n: n._replace(sstate=("waiting",))),
+    ("TypeOK", _awaits_an_answer, lambda n: _out(n, outcomes=("MAYBE",))),
+    ("TypeOK", _awaits_an_answer, lambda n: _sender(n, version=3)),
+    ("TypeOK", _awaits_an_answer, lambda n: _sender(n, dueAll=n.sdata[0].version + 1)),
+    ("TypeOK", _awaits_an_answer, lambda n: _entry(n, link=2)),
+    ("TypeOK", _serves_version_1, lambda n: _receiver(n, fence=9)),
+    ("TypeOK", _serves_version_1, lambda n: _receiver(n, served=(1, 3, 3))),
+    ("TypeOK", _serves_version_1, lambda n: n._replace(messages=frozenset({Message(1, 1, 2, 1, 1)}))),
+    ("Consistent", _awaits_an_answer, lambda n: n._replace(blocked=(False,))),
+    ("Consistent", _awaits_an_answer, lambda n: n._replace(sstate=("ready",), blocked=(False,))),
+    ("Consistent", _awaits_an_answer, lambda n: _out(n, outcomes=("APPLIED",))),
+    ("Consistent", _awaits_an_answer, lambda n: _entry(n, link_state="LOST")),
+    ("Consistent", _serves_version_1, lambda n: _receiver(n, link=NO_LINK)),
+    ("Consistent", _serves_version_1, lambda n: _receiver(n, pending=(1, 2, 2))),
+    ("Consistent", _serves_version_1, lambda n: n._replace(gone=((True,),))),
     (
         "EveryMessageHasARow",
         lambda n: any(m.kind == "ACK" for m in n.answers),
@@ -71,16 +71,16 @@ STATES = [
         lambda n: n.rstate == ("ready",) and any(m.v for m in n.messages),
         lambda n: n._replace(rstate=("closed",)),
     ),
-    ("SenderBooks", _waited, lambda n: _sender(n, serial=0)),
-    ("SenderBooks", _waited, lambda n: _entry(n, due=0)),
-    ("ReceiverBooks", _serving, lambda n: _receiver(n, met=2)),
-    ("ReceiverBooks", _serving, lambda n: _receiver(n, served=(0, 0, 0))),
+    ("SenderBooks", _awaits_an_answer, lambda n: _sender(n, serial=0)),
+    ("SenderBooks", _awaits_an_answer, lambda n: _entry(n, due=0)),
+    ("ReceiverBooks", _serves_version_1, lambda n: _receiver(n, met=2)),
+    ("ReceiverBooks", _serves_version_1, lambda n: _receiver(n, served=(0, 0, 0))),
     (
         "OpenLinksLeadSomewhere",
         lambda n: n.is_open(1, 1, 1) and n.rdata[0].link == NO_LINK,
         lambda n: n._replace(messages=frozenset()),
     ),
-    ("NoTornRead", _serving, lambda n: _receiver(n, live=((1, 1, 1), (1, 2, 2)))),
+    ("NoTornRead", _serves_version_1, lambda n: _receiver(n, live=((1, 1, 1), (1, 2, 2)))),
     (
         "RefusalKeepsServing",
         lambda n: any(m.kind == "REFUSED" and (m.inc, m.v, m.p) == n.rdata[0].decided for m in n.answers),
@@ -88,14 +88,14 @@ STATES = [
     ),
     (
         "LateJoinerCatchesUp",
-        lambda n: _serving(n) and not n.messages,
+        lambda n: _serves_version_1(n) and not n.messages,
         lambda n: _receiver(n, decided=(1, 0, 0)),
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "which", "change"), STATES)
-def test_a_wrong_state_is_found(name, which, change):
+def test_a_changed_state_violates_its_property(name, which, change):
     nodes = [node for node in explored("two versions")[0].nodes if which(node)]
     assert nodes
     bounds, holds = SMALL["two versions"], (INVARIANTS | BOOKS)[name]
@@ -106,7 +106,7 @@ def _by(action):
     return lambda step: any(label[0] == action for label in step.labels)
 
 
-def _counted(step: Step) -> bool:
+def _counts_an_ack(step: Step) -> bool:
     return ("PENDING", "APPLIED") in zip(step.old.sdata[0].out.outcomes, step.new.sdata[0].out.outcomes, strict=True)
 
 
@@ -128,9 +128,9 @@ CHANGED_STEPS = [
         lambda s: _by(Action.SEND_ALL)(s) and any(m.v == 1 for m in s.old.messages),
         _new(lambda n: n._replace(messages=frozenset(m._replace(p=min(m.p, 1)) for m in n.messages))),
     ),
-    ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: n._replace(answers=frozenset()))),
-    ("AckNamesItsVersion", "two versions", _counted, _old(lambda n: _sender(n, incarnation=2))),
-    ("AckedMeansServed", "two versions", _counted, _old(lambda n: _out(n, did=frozenset()))),
+    ("AckNamesItsVersion", "two versions", _counts_an_ack, _old(lambda n: n._replace(answers=frozenset()))),
+    ("AckNamesItsVersion", "two versions", _counts_an_ack, _old(lambda n: _sender(n, incarnation=2))),
+    ("AckedMeansServed", "two versions", _counts_an_ack, _old(lambda n: _out(n, did=frozenset()))),
     (
         "AckedMeansServed",
         "two versions",
@@ -189,7 +189,7 @@ CHANGED_STEPS = [
         lambda s: _by(Action.UPDATE_ARRIVED)(s) and s.new.rdata[0].pending != s.old.rdata[0].pending,
         _new(lambda n: _receiver(n, pending=(0, 0, 0))),
     ),
-    ("AnswersAreRead", "two versions", _counted, _new(lambda n: _out(n, outcomes=("REFUSED",)))),
+    ("AnswersAreRead", "two versions", _counts_an_ack, _new(lambda n: _out(n, outcomes=("REFUSED",)))),
     ("AnswersAreRead", "two versions", _by(Action.ANSWER_HELLO), _new(lambda n: _entry(n, link_state="EXPECTED"))),
     (
         "NetworkKeepsItsWord",
@@ -227,7 +227,7 @@ CHANGED_STEPS = [
     ("LinksBeginWhole", "crashes", _by(Action.JOIN), _new(lambda n: _entry(n, link_state="UP"))),
     ("LinksEndWhole", "losses", _by(Action.GIVE_UP), _new(lambda n: _entry(n, link=0))),
     ("RefinesWeightSync", "two versions", _by(Action.APPLIED), _new(lambda n: _receiver(n, served=(1, 9, 9)))),
-    ("RefinesWeightSync", "two versions", _counted, _old(lambda n: _out(n, did=frozenset()))),
+    ("RefinesWeightSync", "two versions", _counts_an_ack, _old(lambda n: _out(n, did=frozenset()))),
     ("RefinesWeightSync", "two versions", _by(Action.DEADLINE), _new(lambda n: n._replace(sstate=("ready",)))),
     (
         "RefinesWeightSync",
@@ -240,22 +240,22 @@ CHANGED_STEPS = [
 
 
 @pytest.mark.parametrize(("name", "graph", "which", "change"), CHANGED_STEPS)
-def test_a_wrong_step_is_found(name, graph, which, change):
+def test_a_changed_step_violates_its_property(name, graph, which, change):
     found, bounds = explored(graph)[0], SMALL[graph]
     steps = [Step(found.nodes[a], found.nodes[b], labels) for (a, b), labels in found.steps.items()]
     chosen = [step for step in steps if which(step)]
     assert chosen
-    holds = _OF_STEPS[name]
+    holds = _STEP_PROPERTIES[name]
     assert [(holds(bounds, step), holds(bounds, change(step))) for step in chosen] == [(True, False)] * len(chosen)
 
 
-def test_each_property_is_violated_here():
+def test_every_property_has_a_changed_state_or_step():
     assert {name for name, *_ in STATES} == {*INVARIANTS, *BOOKS}
-    assert {name for name, *_ in CHANGED_STEPS} == set(_OF_STEPS)
+    assert {name for name, *_ in CHANGED_STEPS} == set(_STEP_PROPERTIES)
 
 
 @pytest.mark.parametrize("name", ["two versions", "ends", "losses"])
-def test_an_edge_that_must_leave_a_state_is_missed(name):
+def test_calls_are_possible_rejects_a_state_without_a_required_edge(name):
     """`calls_are_possible` accepts every node with all of its edges.
 
     For each action but Connect, which it does not require, it rejects some node that lacks an edge of that action.

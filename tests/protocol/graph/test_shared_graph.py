@@ -33,7 +33,7 @@ def searched(name: str) -> Graph:
 
 
 @names
-def test_the_shipped_halves_have_the_graph_that_is_pinned(name):
+def test_the_graph_of_the_shipped_halves_has_the_pinned_size_and_depth(name):
     graph = searched(name)
     [configuration] = Manifest.read(MODEL).select([name])
 

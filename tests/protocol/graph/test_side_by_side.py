@@ -22,9 +22,9 @@ from weightsync.protocol.machine import ReceiverMachine, SenderMachine, next_sta
 from weightsync.protocol.sender import name as sender_name
 
 #: The errors that guards raise, whatever the row.
-GUARDED = (ConfigurationError, SyncError, ProtocolError)
+GUARD_ERRORS = (ConfigurationError, SyncError, ProtocolError)
 #: Graphs that together take every row.
-FEW = (
+GRAPHS = (
     "two versions",
     "crashes",
     "losses",
@@ -36,7 +36,7 @@ FEW = (
 )
 _BEFORE, _READY, _PENDING, _AWAITING, _CLOSED = State
 #: Inputs that no event becomes in these states, which have no row for them: there it becomes another input, or is LATE.
-UNNAMED = {
+UNREACHABLE_INPUTS = {
     "sender": {
         **{name: {_BEFORE, _CLOSED} for name in ("ARRIVED", "CAUGHT_UP", "LEFT", "LOST")},
         **{name: {_BEFORE, _READY, _PENDING, _CLOSED} for name in ("DEADLINE", "INTERRUPTED", "SETTLED")},
@@ -71,9 +71,9 @@ def drive(half, state, data, event):
 
     Returns the row (state, input) and whether it was taken; None if the event is LATE or a guard refused it.
     """
-    named = said(half.name, state, data, event)
-    step = said(half.step, state, data, event)
-    if named is None or isinstance(named, Exception) or isinstance(step, GUARDED):
+    named = result_or_error(half.name, state, data, event)
+    step = result_or_error(half.step, state, data, event)
+    if named is None or isinstance(named, Exception) or isinstance(step, GUARD_ERRORS):
         return None
     moving = half.machine()
     moving._state = state
@@ -89,11 +89,11 @@ def drive(half, state, data, event):
     return state, named, True
 
 
-def said(call, state, data, event):
+def result_or_error(call, state, data, event):
     """The result of a pure function, or the error by which it refuses."""
     try:
         return call(state, data, event)
-    except (*GUARDED, StateError) as refused:
+    except (*GUARD_ERRORS, StateError) as refused:
         return refused
 
 
@@ -101,10 +101,10 @@ def said(call, state, data, event):
 def driven(role):
     """All (state, input) that were driven on both halves of a role, each with whether it was taken."""
     half, found, known = HALVES[role], set(), set()
-    for name in FEW:
+    for name in GRAPHS:
         for state, data in half.values(name):
             for event in half.events(SMALL[name]):
-                key = (state, type(event), str(said(half.name, state, data, event)))
+                key = (state, type(event), str(result_or_error(half.name, state, data, event)))
                 if key not in known and (row := drive(half, state, data, event)):
                     known.add(key)
                     found.add(row)
@@ -131,12 +131,12 @@ def test_every_row_is_taken_by_the_pure_half_and_the_machine_alike(role, rows):
 
 
 @pytest.mark.parametrize(("role", "rows"), [("sender", SENDER_ROWS), ("receiver", RECEIVER_ROWS)])
-def test_whatever_has_no_row_is_refused_by_both_alike(role, rows):
+def test_an_input_without_a_row_is_refused_by_the_pure_half_and_the_machine_alike(role, rows):
     inputs, machine = HALVES[role].inputs, HALVES[role].machine
     gaps = {(state, named) for state in State for named in inputs} - set(rows)
     refused = {(state, named) for state, named, taken in driven(role) if not taken}
 
-    unnamed = {(state, inputs[name]) for name, states in UNNAMED[role].items() for state in states}
+    unnamed = {(state, inputs[name]) for name, states in UNREACHABLE_INPUTS[role].items() for state in states}
     assert refused == gaps - unnamed
     for state, named in unnamed:
         moving = machine()

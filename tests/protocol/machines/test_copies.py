@@ -35,7 +35,7 @@ def test_a_copy_is_uninitialized_and_the_original_untouched(role, state, duplica
     assert copied.lock is not original.lock
 
 
-def test_a_copy_and_its_original_move_apart(role, duplicate):
+def test_a_copy_and_its_original_change_state_independently(role, duplicate):
     original = role.at(State.READY)
     copied = duplicate(original)
 
@@ -47,7 +47,7 @@ def test_a_copy_and_its_original_move_apart(role, duplicate):
     assert (original.state, second.state) == (State.CLOSED, State.UNINITIALIZED)
 
 
-def test_listeners_stay_with_the_original(role, duplicate):
+def test_listeners_are_not_copied(role, duplicate):
     steps = []
     original = role.machine()
     original.observe(lambda *step: steps.append(step))
@@ -66,18 +66,18 @@ def test_a_machine_can_be_copied_while_its_lock_is_held(role, duplicate):
     assert copied.lock.acquire(blocking=False)
 
 
-def test_a_pickle_carries_no_table(role):
+def test_a_pickled_machine_does_not_contain_the_table_of_rows(role):
     assert len(pickle.dumps(role.at(State.READY))) < 100
 
 
-def test_the_shared_machine_knows_no_model(role, state):
+def test_the_shared_transitions_machine_registers_no_models(role, state):
     machine = role.at(state)
 
     assert machine.shared is role.machine().shared
     assert machine.shared.models == []
 
 
-def test_nothing_keeps_a_machine_alive(role):
+def test_a_machine_is_garbage_collected_when_its_last_reference_is_deleted(role):
     machine = role.at(State.READY)
     watch = weakref.ref(machine)
 

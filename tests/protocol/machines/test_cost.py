@@ -52,24 +52,24 @@ def machine():
     return machine
 
 
-def test_the_count_is_the_same_each_time(machine):
+def test_the_instruction_count_of_a_step_is_reproducible(machine):
     def call():
         return machine.fire(SenderInput.STALE)
 
     assert instructions(call) == instructions(call) > 0
 
 
-def test_a_step_is_short(machine):
+def test_a_step_takes_at_most_80_instructions(machine):
     assert instructions(lambda: machine.fire(SenderInput.STALE)) <= 80
 
 
-def test_a_step_that_a_listener_is_told_of_is_short(machine):
+def test_a_step_with_a_listener_takes_at_most_130_instructions(machine):
     machine.observe(lambda before, step, after: None)
 
     assert instructions(lambda: machine.fire(SenderInput.STALE)) <= 130
 
 
-def test_a_step_is_a_tenth_of_the_stock_machines(machine):
+def test_a_step_takes_a_tenth_of_the_instructions_of_a_stock_transitions_machine(machine):
     class Model:
         pass
 

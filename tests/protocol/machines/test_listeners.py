@@ -16,7 +16,7 @@ def machine():
     return SenderMachine()
 
 
-def test_each_listener_is_told_of_each_step_in_order(machine):
+def test_each_listener_is_called_with_each_step_in_order(machine):
     first, second = [], []
     machine.observe(lambda *step: first.append(step))
     machine.fire(SenderInput.CONNECT)
@@ -41,7 +41,7 @@ def test_a_listener_sees_the_state_after_the_step(machine):
     assert seen == [(State.UNINITIALIZED, State.READY, State.READY)]
 
 
-def test_what_a_listener_raises_comes_out_and_the_step_stands(machine):
+def test_an_exception_of_a_listener_propagates_and_the_step_is_kept(machine):
     def fail(before, step, after):
         raise ZeroDivisionError
 
@@ -55,7 +55,7 @@ def test_what_a_listener_raises_comes_out_and_the_step_stands(machine):
     assert machine.state is State.AWAITING_ACK
 
 
-def test_the_lock_is_free_after_a_listener_raised(machine):
+def test_the_lock_is_released_after_a_listener_raised(machine):
     def fail(before, step, after):
         raise ZeroDivisionError
 
@@ -70,7 +70,7 @@ def test_the_lock_is_free_after_a_listener_raised(machine):
     assert free == [True]
 
 
-def test_a_listener_cannot_fire(machine):
+def test_a_listener_that_fires_an_input_raises_and_changes_nothing(machine):
     steps = []
 
     def meddle(before, step, after):
@@ -85,7 +85,7 @@ def test_a_listener_cannot_fire(machine):
     assert steps == [SenderInput.CONNECT]
 
 
-def test_a_listener_may_look_and_may_be_refused(machine):
+def test_a_listener_that_fires_a_disallowed_input_gets_state_error(machine):
     refusals = []
 
     def look(before, step, after):

@@ -9,8 +9,8 @@ from weightsync.protocol._tables import INITIAL, RECEIVER_ROWS, SENDER_ROWS, Rec
 from weightsync.protocol.machine import LeanEvent, ReceiverMachine, SenderMachine, next_state
 
 
-def test_a_refusal_names_the_method_the_state_and_what_is_allowed() -> None:
-    for refuse in (lambda: SenderMachine().fire(SenderInput.SEND), lambda: asked_of_the_table(SenderInput.SEND)):
+def test_the_error_of_a_refused_call_names_the_method_the_state_and_the_allowed_methods() -> None:
+    for refuse in (lambda: SenderMachine().fire(SenderInput.SEND), lambda: look_up_in_table(SenderInput.SEND)):
         with pytest.raises(StateError) as caught:
             refuse()
         assert str(caught.value) == (
@@ -21,17 +21,17 @@ def test_a_refusal_names_the_method_the_state_and_what_is_allowed() -> None:
         assert caught.value.allowed == ("connect", "add_worker", "remove_worker", "close", "poll")
 
 
-def asked_of_the_table(asked: SenderInput) -> State:
+def look_up_in_table(asked: SenderInput) -> State:
     return next_state(SENDER_ROWS, State.UNINITIALIZED, asked)
 
 
-def test_a_receiver_is_called_one() -> None:
+def test_the_error_of_a_receiver_calls_it_a_receiver() -> None:
     with pytest.raises(StateError, match="an event APPLIED: the receiver is uninitialized"):
         ReceiverMachine().fire(ReceiverInput.APPLIED)
 
 
 @pytest.mark.parametrize(("machine", "rows"), [(SenderMachine, SENDER_ROWS), (ReceiverMachine, RECEIVER_ROWS)])
-def test_transitions_gets_the_table_and_nothing_else(machine: type, rows: dict) -> None:
+def test_the_shared_transitions_machine_has_exactly_the_rows_of_the_table(machine: type, rows: dict) -> None:
     shared = machine.shared
     found = {
         (State[transition.source], name): State[transition.dest]
@@ -69,7 +69,7 @@ def test_a_trigger_takes_a_machine_of_its_own_role_only() -> None:
     assert machine.state is State.READY
 
 
-def test_a_listener_that_fires_is_told_so_and_the_machine_goes_on() -> None:
+def test_the_error_of_a_listener_that_fires_names_the_input_and_the_machine_stays_usable() -> None:
     machine, seen = SenderMachine(), []
 
     def fires(*_: object) -> None:
@@ -87,5 +87,5 @@ def test_a_listener_that_fires_is_told_so_and_the_machine_goes_on() -> None:
     assert seen == [State.READY, State.CLOSED]
 
 
-def test_what_it_shows() -> None:
+def test_repr_shows_the_class_and_the_state() -> None:
     assert repr(SenderMachine()) == "<SenderMachine: uninitialized>"

@@ -25,13 +25,13 @@ class Model:
     state: State
 
 
-def test_the_generated_rows_are_those_of_the_file(role):
+def test_the_generated_rows_equal_those_in_protocol_toml(role):
     rows = {"sender": SENDER_ROWS, "receiver": RECEIVER_ROWS}[role.name]
 
     assert role.rows == dict(rows)
 
 
-def test_a_row_leads_where_the_file_says(row):
+def test_firing_an_input_changes_the_state_as_protocol_toml_says(row):
     role, state, step = row
     machine = role.at(state)
     steps = []
@@ -43,7 +43,7 @@ def test_a_row_leads_where_the_file_says(row):
     assert steps == [(state, step, wanted)]
 
 
-def test_where_there_is_no_row_nothing_changes(gap):
+def test_an_input_without_a_row_raises_state_error_and_changes_nothing(gap):
     role, state, step = gap
     machine = role.at(state)
     steps = []
@@ -55,7 +55,7 @@ def test_where_there_is_no_row_nothing_changes(gap):
     assert steps == []
 
 
-def test_a_refusal_says_who_where_what_and_what_else(gap):
+def test_a_state_error_names_the_machine_the_state_the_call_and_the_allowed_methods(gap):
     role, state, step = gap
     with pytest.raises(StateError) as caught:
         role.at(state).fire(step)
@@ -65,7 +65,7 @@ def test_a_refusal_says_who_where_what_and_what_else(gap):
     assert error.allowed == allowed_in(role.rows, state, type(step))
 
 
-def test_a_refusal_names_methods_and_no_input_that_a_caller_could_not_ask_for(gap):
+def test_the_text_of_a_state_error_names_public_methods_and_no_other_inputs(gap):
     role, state, step = gap
     with pytest.raises(StateError) as caught:
         role.at(state).fire(step)
@@ -76,7 +76,7 @@ def test_a_refusal_names_methods_and_no_input_that_a_caller_could_not_ask_for(ga
     assert all(callable(getattr(owner, method)) for method in caught.value.allowed)
 
 
-def test_a_refusal_carries_the_last_steps(row):
+def test_a_state_error_has_the_last_eight_steps(row):
     role, state, step = row
     machine = role.at(state)
     for _ in range(9):
@@ -89,7 +89,7 @@ def test_a_refusal_carries_the_last_steps(row):
     assert caught.value.steps == ((step.value, state.value, role.rows[state, step].value),) * 8
 
 
-def test_after_a_refusal_every_row_is_still_there(gap):
+def test_every_row_still_works_after_a_state_error(gap):
     role, state, step = gap
     for allowed in (each for source, each in role.rows if source is state):
         machine = role.at(state)
@@ -99,7 +99,7 @@ def test_after_a_refusal_every_row_is_still_there(gap):
         assert machine.fire(allowed) is role.rows[state, allowed]
 
 
-def test_the_stock_machine_agrees(pair):
+def test_a_stock_transitions_machine_takes_the_same_steps(pair):
     role, state, step = pair
     lean = role.at(state)
     model = Model()
@@ -130,22 +130,22 @@ def test_the_stock_machine_agrees(pair):
     assert model.state is lean.state
 
 
-def test_the_pure_look_up_finds_what_the_machine_does(row):
+def test_next_state_returns_the_same_state_as_the_machine(row):
     role, state, step = row
     machine = role.at(state)
 
     assert next_state(machine.rows, state, step) is machine.fire(step)
 
 
-def test_the_pure_look_up_refuses_as_the_machine_does(gap):
+def test_next_state_raises_the_same_error_as_the_machine(gap):
     role, state, step = gap
     machine = role.at(state)
 
     with pytest.raises(StateError) as by_machine:
         machine.fire(step)
-    with pytest.raises(StateError) as by_look_up:
+    with pytest.raises(StateError) as by_next_state:
         next_state(machine.rows, state, step)
-    assert str(by_machine.value) == str(by_look_up.value)
+    assert str(by_machine.value) == str(by_next_state.value)
 
 
 def test_every_input_is_a_lean_event_without_callbacks(role):
@@ -160,7 +160,7 @@ def test_a_machine_starts_uninitialized(role):
     assert role.machine().state is State.UNINITIALIZED
 
 
-def test_nobody_can_set_the_state(role, state):
+def test_the_state_cannot_be_set_from_outside(role, state):
     machine = role.at(state)
 
     with pytest.raises(AttributeError):
@@ -172,7 +172,7 @@ def test_nobody_can_set_the_state(role, state):
     assert machine.state is state
 
 
-def test_the_library_can_trigger_by_name():
+def test_an_event_of_the_transitions_library_can_be_triggered_by_name():
     machine = SenderMachine()
 
     assert machine.shared.events["CONNECT"].trigger(machine) is True
@@ -182,7 +182,7 @@ def test_the_library_can_trigger_by_name():
 
 
 @pytest.mark.parametrize("model", [ReceiverMachine(), Model()], ids=["other role", "no machine"])
-def test_an_event_refuses_what_is_not_of_its_role(model):
+def test_an_event_refuses_a_model_that_is_not_a_machine_of_its_role(model):
     with pytest.raises(TypeError, match="CONNECT"):
         SenderMachine.shared.events["CONNECT"].trigger(model)
 
@@ -195,7 +195,7 @@ def test_an_event_takes_no_arguments():
     assert machine.state is State.UNINITIALIZED
 
 
-def test_an_input_of_the_other_role_is_no_input():
+def test_an_input_of_the_other_role_raises_key_error():
     machine = SenderMachine()
 
     with pytest.raises(KeyError):
@@ -204,7 +204,7 @@ def test_an_input_of_the_other_role_is_no_input():
     assert SenderInput.CONNECT != ReceiverInput.CONNECT
 
 
-def test_a_call_that_is_not_allowed_tells_what_is_and_what_prevents_it() -> None:
+def test_the_error_of_a_refused_call_lists_the_allowed_methods_and_contains_the_hint() -> None:
     assert allowed_in(SenderMachine.rows, State.CLOSED, SenderInput) == ("close",)
     assert allowed_in(SenderMachine.rows, State.READY, SenderInput)[-1] == "poll"
     assert (method_of(ReceiverInput.CLOSE), method_of(ReceiverInput.ANSWERED)) == ("close", "an event ANSWERED")

@@ -29,7 +29,7 @@ def frequent_switches():
     sys.setswitchinterval(interval)
 
 
-def together(work: Callable[[int], None]) -> None:
+def run_in_all_threads(work: Callable[[int], None]) -> None:
     """Run `work` in all threads, started at the same moment, and raise here what one of them raises."""
     barrier = threading.Barrier(THREADS)
 
@@ -48,7 +48,7 @@ def sends_that_succeed(machine: SenderMachine) -> int:
         with contextlib.suppress(StateError):
             succeeded.append(machine.fire(SenderInput.SEND))
 
-    together(send)
+    run_in_all_threads(send)
     return len(succeeded)
 
 
@@ -67,7 +67,7 @@ def slow_look_up(monkeypatch):
     monkeypatch.setattr(event, "_targets", SlowTargets(event._targets))
 
 
-def test_one_send_of_many_succeeds():
+def test_only_one_of_many_concurrent_sends_succeeds():
     for _ in range(50):
         machine = SenderMachine()
         machine.fire(SenderInput.CONNECT)
@@ -77,7 +77,7 @@ def test_one_send_of_many_succeeds():
 
 
 @pytest.mark.usefixtures("slow_look_up")
-def test_one_send_of_many_succeeds_however_slow_the_look_up():
+def test_only_one_of_many_concurrent_sends_succeeds_if_the_look_up_of_rows_is_slow():
     machine = SenderMachine()
     machine.fire(SenderInput.CONNECT)
 
@@ -96,7 +96,7 @@ class SharedTargets(dict):
         return super().get(key, default)
 
 
-def test_without_the_lock_this_would_be_seen(monkeypatch):
+def test_several_concurrent_sends_succeed_if_the_lock_is_removed(monkeypatch):
     machine = SenderMachine()
     machine.fire(SenderInput.CONNECT)
     machine.lock = contextlib.nullcontext()
@@ -115,38 +115,38 @@ class SlowHistory(deque):
             yield step
 
 
-def test_steps_are_read_while_others_are_taken(role):
+def test_the_history_of_steps_is_consistent_when_read_during_other_threads_steps(role):
     machine = role.machine()
     machine._history = SlowHistory(maxlen=REMEMBERED)
     inputs, read = [step for step in role.inputs if step.value not in ("CLOSE", "BROKEN")], []
 
-    def hammer(number: int) -> None:
+    def fire_random_inputs(number: int) -> None:
         choose = random.Random(number)
         for _ in range(20):
             with contextlib.suppress(StateError):
                 machine.fire(choose.choice(inputs))
             read.append(machine.steps)
 
-    together(hammer)
+    run_in_all_threads(fire_random_inputs)
 
     chains = (itertools.pairwise(steps) for steps in read)
     assert all(earlier[2] == later[1] for chain in chains for earlier, later in chain)
     assert max(map(len, read)) == REMEMBERED
 
 
-def test_all_steps_of_all_threads_make_one_chain(role):
+def test_the_steps_of_all_threads_form_one_sequence_of_rows(role):
     machine, chain, taken = role.machine(), [], [0] * THREADS
     machine.observe(lambda *step: chain.append(step))
     inputs = [step for step in role.inputs if step.value not in ("CLOSE", "BROKEN")]
 
-    def hammer(number: int) -> None:
+    def fire_random_inputs(number: int) -> None:
         choose = random.Random(number)
         for _ in range(300):
             with contextlib.suppress(StateError):
                 machine.fire(choose.choice(inputs))
                 taken[number] += 1
 
-    together(hammer)
+    run_in_all_threads(fire_random_inputs)
 
     assert len(chain) == sum(taken) > 0
     assert chain[0][0] is State.UNINITIALIZED

@@ -209,12 +209,12 @@ OWN = {
 }
 #: Tests that are never used. This one leaves its process a few descriptors. How many an initialisation needs depends on
 #: what earlier tests in the same child have imported and opened, so the test also fails with the shipped code.
-NEVER = ("test_initialising_a_scheme_without_free_descriptors_raises_weightsync_error",)
+EXCLUDED_TESTS = ("test_initialising_a_scheme_without_free_descriptors_raises_weightsync_error",)
 #: Most seconds of processor time that a test may take to be used (of wall-clock time, four times as many), and seconds
 #: after which a test counts as hanging.
-LONGEST, HANGS = 0.6, 20
+MAX_TEST_SECONDS, HANGS = 0.6, 20
 #: Most seconds that the tests of one mutant may take together, and most tests for one mutant.
-ENOUGH, MOST = 2.0, 150
+MAX_SECONDS_PER_MUTANT, MOST = 2.0, 150
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Asked:
     def _chosen(self, tests: Sequence[str], own: tuple[str, ...]) -> Iterator[str]:
         spent = 0.0
         for test in islice(self._ordered(tests, own), MOST):
-            if spent + self.seconds[test] <= ENOUGH:
+            if spent + self.seconds[test] <= MAX_SECONDS_PER_MUTANT:
                 spent += self.seconds[test]
                 yield test
 
@@ -277,7 +277,7 @@ def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) ->
     lines.touch()
     files = {str(ROOT / f"{module.replace('.', '/')}.py"): module for module in modules}
     for _, group in groupby((item for item in items if _in_process(item)), key=lambda item: item.path):
-        left = _untold(list(group), lines)
+        left = _not_recorded(list(group), lines)
         while left:
             child = os.fork()
             if child == 0:
@@ -285,19 +285,19 @@ def record(items: Sequence[pytest.Item], modules: Sequence[str], lines: Path) ->
                 _record(left, files, lines)
             os.waitpid(child, 0)
             end(child)
-            left = _untold(left, lines)[1:]  # the first test left has hung, or none is left
+            left = _not_recorded(left, lines)[1:]  # the first test left has hung, or none is left
     return _read(lines)
 
 
-def _untold(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
+def _not_recorded(items: Sequence[pytest.Item], lines: Path) -> list[pytest.Item]:
     recorded = {json.loads(line)["test"] for line in lines.read_text(encoding="utf-8").splitlines()}
     return [item for item in items if item.nodeid not in recorded]
 
 
 def _read(lines: Path) -> Asked:
     records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    known = [each for each in records if not each["test"].rpartition("::")[2].startswith(NEVER)]
-    asked = [each for each in known if each["passed"] and each["seconds"] <= LONGEST]
+    known = [each for each in records if not each["test"].rpartition("::")[2].startswith(EXCLUDED_TESTS)]
+    asked = [each for each in known if each["passed"] and each["seconds"] <= MAX_TEST_SECONDS]
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
     for each in asked:
         for module, numbers in each["reached"].items():
@@ -309,7 +309,9 @@ def _read(lines: Path) -> Asked:
 
 def _in_process(item: pytest.Item) -> bool:
     # A fork server takes seconds to start, and its children import the shipped code, not the mutant.
-    return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ())) and not item.name.startswith(NEVER)
+    return not {"forkserver", "cluster"} & set(getattr(item, "fixturenames", ())) and not item.name.startswith(
+        EXCLUDED_TESTS
+    )
 
 
 def _record(items: Sequence[pytest.Item], files: dict[str, str], lines: Path) -> NoReturn:

@@ -30,7 +30,7 @@ TESTS = Path(__file__).parents[2]
 SURVIVED, BY_LOADING, BY_TEST = 0, 11, 12
 HOW = {SURVIVED: "survived", BY_LOADING: "loading", BY_TEST: "test"}
 #: Seconds after which a child that does not run counts as waiting, and the most children at a time.
-WAITS, MOST = 1.5, 8
+WAITING_SECONDS, MOST = 1.5, 8
 #: A test counts as hanging after this many seconds plus twenty times its usual duration.
 HANGS = 10
 #: The largest file or segment, in bytes, that a child may have. A mutant that asks for more gets an error. Without the
@@ -84,7 +84,7 @@ class DrivenHunt:
         asked = record(session.items, DRIVEN, self._recorded)
         items = {item.nodeid: item for item in session.items}
         found: list[list[object]] = []
-        self.failure = self._harmed(items, asked)
+        self.failure = self._failure_of_the_shipped_code(items, asked)
         for mutant, how in () if self.failure else self._hunted(items, asked):
             found.append([*mutant.key, how])
             if len(found) % 20 == 0:
@@ -92,7 +92,7 @@ class DrivenHunt:
         self._write(found)
         return True
 
-    def _harmed(self, items: dict[str, pytest.Item], asked: Asked) -> str:
+    def _failure_of_the_shipped_code(self, items: dict[str, pytest.Item], asked: Asked) -> str:
         """A message that names a test which fails with the shipped code; empty: none does.
 
         If one did, every mutant would count as killed.
@@ -122,7 +122,11 @@ class DrivenHunt:
 
     def _has_room(self) -> bool:
         now = time.monotonic()
-        busy = [child for child, (_, begun) in self._under_way.items() if now - begun < WAITS or _works(child)]
+        busy = [
+            child
+            for child, (_, begun) in self._under_way.items()
+            if now - begun < WAITING_SECONDS or _is_running(child)
+        ]
         return len(busy) < self._workers and len(self._under_way) < MOST
 
     def _ended(self) -> Iterator[tuple[Mutant, str]]:
@@ -150,7 +154,7 @@ def _settle(session: pytest.Session) -> None:
     gc.freeze()
 
 
-def _works(child: int) -> bool:
+def _is_running(child: int) -> bool:
     try:
         return Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "R"
     except FileNotFoundError:

@@ -69,7 +69,7 @@ class Mutant:
         else:
             self._put(space, function, mutated)
         if self.module == machine.__name__:
-            _build_again()
+            _rebuild_tables()
 
     def _put(self, space: dict[str, Any], function: FunctionType, mutated: FunctionType) -> None:
         """Replace a method by another function object.
@@ -107,7 +107,7 @@ def _undecorated(found: Any) -> FunctionType:
     return function
 
 
-def _build_again() -> None:
+def _rebuild_tables() -> None:
     """Build the tables of the machines again, as their module does when it is imported."""
     for role in (machine.SenderMachine, machine.ReceiverMachine):
         role.shared = machine._shared(role.rows)
@@ -180,12 +180,12 @@ def _functions(tree: cst.Module) -> dict[Any, str]:
         elif isinstance(statement, cst.ClassDef):
             for inner in statement.body.body:
                 if isinstance(inner, cst.FunctionDef):
-                    setter = ".setter" if _sets(inner) else ""
+                    setter = ".setter" if _is_setter(inner) else ""
                     names[inner] = f"{statement.name.value}.{inner.name.value}{setter}"
     return names
 
 
-def _sets(function: cst.FunctionDef) -> bool:
+def _is_setter(function: cst.FunctionDef) -> bool:
     """Whether a function is the setter of a property."""
     decorators = [each.decorator for each in function.decorators]
     return any(isinstance(each, cst.Attribute) and each.attr.value == "setter" for each in decorators)

@@ -69,13 +69,13 @@ class Hunt:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run each mutant in a child, and write the results."""
         found: list[tuple[Mutant, str]] = []
-        if self._unharmed(session.items):
+        if self._shipped_code_passes(session.items):
             found = list(self._hunted(session.items))
         rows = [[*mutant.key, how] for mutant, how in found]
         self._result.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         return True
 
-    def _unharmed(self, items: list[pytest.Item]) -> bool:
+    def _shipped_code_passes(self, items: list[pytest.Item]) -> bool:
         """Whether the shipped code passes all oracles. Otherwise every mutant would count as killed."""
         for module in filter(self._wanted, PURE):
             if os.waitstatus_to_exitcode(os.waitpid(_forked(module, None, items), 0)[1]) != SURVIVED:

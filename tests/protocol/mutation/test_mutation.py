@@ -23,7 +23,7 @@ from mutated import DRIVEN, PURE
 from reviewed import PAGE, Key, Reviewed
 
 RUN = Path(__file__).with_name("run.py")
-LEAST = 0.9
+LOWEST_KILL_RATE = 0.9
 #: The number of shares of the drivers' mutants. Each day another share is run.
 SHARES = 20
 
@@ -43,22 +43,22 @@ def hunted(tmp_path: Path, *names: str, timeout: float) -> list[list[Any]]:
     return found
 
 
-def test_the_share_of_the_killed_is_high_enough() -> None:
+def test_at_least_90_percent_of_the_machines_mutants_are_killed() -> None:
     reviewed = Reviewed.read()
 
     assert reviewed.killed + len(reviewed.reasons) == reviewed.mutants
-    assert reviewed.killed / reviewed.mutants >= LEAST
+    assert reviewed.killed / reviewed.mutants >= LOWEST_KILL_RATE
 
 
-def test_every_mutant_that_lives_has_its_reason() -> None:
+def test_every_surviving_mutant_of_the_machines_has_a_reason() -> None:
     assert [key for key, reason in Reviewed.read().reasons.items() if len(reason) < 10] == []
 
 
-def test_the_page_shows_what_is_committed() -> None:
+def test_code_mutants_md_shows_the_committed_results() -> None:
     assert PAGE.read_text(encoding="utf-8") == Reviewed.read().page
 
 
-def test_the_ledger_counts_the_mutants_of_the_code_as_it_is() -> None:
+def test_the_committed_results_count_the_mutants_of_the_current_code() -> None:
     installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE COUNTED", extra="dev")
     reviewed = Reviewed.read()
     keys = known(PURE)
@@ -68,7 +68,7 @@ def test_the_ledger_counts_the_mutants_of_the_code_as_it_is() -> None:
     assert sum(key[0] not in reviewed.unhunted for key in keys) == reviewed.mutants, again
 
 
-def test_a_result_is_taken_in() -> None:
+def test_a_result_of_all_mutants_replaces_the_counts_and_keeps_the_reasons() -> None:
     stale: Key = ("module.gone", "a", "b", 0)
     kept: Key = ("module.kept", "a", "b", 1)
     before = Reviewed(2, 0, {stale: "it is gone", kept: "it is the same"})
@@ -87,7 +87,7 @@ def test_a_result_is_taken_in() -> None:
     assert "**2 of 4 are killed (50.0 %).**" in after.page
 
 
-def test_a_result_of_functions_that_were_not_hunted_yet_is_added() -> None:
+def test_a_result_of_functions_not_run_before_is_added_to_the_counts() -> None:
     known: Key = ("module.b", "a", "b", 0)
     lives: Key = ("module.a", "a", "b", 1)
     before = Reviewed(2, 1, {known: "it is the same"}, ("module.a", "module.later"))
@@ -99,7 +99,7 @@ def test_a_result_of_functions_that_were_not_hunted_yet_is_added() -> None:
 
 
 @pytest.mark.slow
-def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> None:
+def test_the_mutants_of_two_functions_are_planted_and_killed(tmp_path: Path) -> None:
     """Checks on two functions that mutants are planted and found.
 
     That the shipped code passes all oracles, the run of the mutants checks itself.
@@ -118,37 +118,39 @@ def test_a_mutant_takes_its_functions_place_and_is_killed(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_only_the_reviewed_mutants_live(tmp_path: Path) -> None:
+def test_only_reviewed_mutants_of_the_machines_survive(tmp_path: Path) -> None:
     reviewed = Reviewed.read()
     found = reviewed.after(hunted(tmp_path, timeout=3500))
 
     assert [key for key in found.reasons if key not in reviewed.reasons] == [], (
-        "they live, and nobody has reviewed them"
+        "surviving mutants without a reviewed reason"
     )
-    assert [key for key in reviewed.reasons if key not in found.reasons] == [], "they are killed now: take them off"
-    assert found.killed * reviewed.mutants >= reviewed.killed * found.mutants, "the share of the killed has fallen"
+    assert [key for key in reviewed.reasons if key not in found.reasons] == [], (
+        "they are killed now: remove them from survivors.toml"
+    )
+    assert found.killed * reviewed.mutants >= reviewed.killed * found.mutants, "the kill rate has dropped"
 
 
-def test_of_the_mutants_of_the_drivers_enough_are_killed() -> None:
+def test_at_least_90_percent_of_the_drivers_mutants_are_killed() -> None:
     ledger = Ledger.read()
 
     assert set(ledger.scores) <= set(DRIVEN)
     assert len(ledger.counted) == ledger.whole.mutants - ledger.whole.killed
-    assert ledger.whole.share >= LEAST
+    assert ledger.whole.share >= LOWEST_KILL_RATE
 
 
-def test_every_mutant_of_a_driver_that_lives_has_its_reason() -> None:
+def test_every_surviving_mutant_of_the_drivers_has_a_reason() -> None:
     ledger = Ledger.read()
 
     assert [key for key, reason in ledger.survivors.items() if len(ledger.reasons.get(reason, "")) < 10] == []
-    assert set(ledger.reasons) == set(ledger.survivors.values()), "a reason that nothing lives for"
+    assert set(ledger.reasons) == set(ledger.survivors.values()), "a reason without a surviving mutant"
 
 
-def test_the_page_of_the_drivers_shows_what_is_committed() -> None:
+def test_driver_mutants_md_shows_the_committed_ledger() -> None:
     assert DRIVEN_PAGE.read_text(encoding="utf-8") == Ledger.read().page
 
 
-def test_a_result_of_drivers_functions_is_taken_in_and_the_mutants_are_counted_again() -> None:
+def test_a_result_of_some_functions_updates_the_survivors_and_scores_of_the_ledger() -> None:
     other: Key = ("weightsync.clock.seconds", "a", "b", 0)
     stale: Key = ("weightsync.protocol.codec.peek", "a", "b", 0)
     kept: Key = ("weightsync.protocol.codec.peek", "c", "d", 1)
@@ -173,7 +175,7 @@ def test_a_result_of_drivers_functions_is_taken_in_and_the_mutants_are_counted_a
     assert "- `clock.seconds`: ``a`` became ``b``" in after.page
 
 
-def test_what_lives_of_functions_that_were_not_hunted_since_counts_nowhere() -> None:
+def test_survivors_of_functions_not_run_yet_are_not_counted_in_the_scores() -> None:
     lives: Key = ("weightsync.clock.seconds", "a", "b", 0)
     ledger = Ledger({"weightsync.clock": Score(9, 8)}, {}, {lives: "equal"}, (lives[0],))
     pruned = ledger.after([], {lives[0]: 4, "weightsync.clock.wall_time": 2})
@@ -182,7 +184,7 @@ def test_what_lives_of_functions_that_were_not_hunted_since_counts_nowhere() -> 
     assert ledger.after([], {"weightsync.clock.wall_time": 2}).new == ()
 
 
-def test_of_a_module_that_was_never_hunted_all_functions_are_new_until_they_are() -> None:
+def test_functions_of_a_module_never_run_before_are_new_until_they_are_run() -> None:
     names = [f"weightsync.clock.{name}" for name in ("seconds", "wall_time")]
     after = Ledger({}, {}, {}).after([[names[0], "a", "b", 0, "test"]], dict.fromkeys(names, 1))
 
@@ -191,7 +193,7 @@ def test_of_a_module_that_was_never_hunted_all_functions_are_new_until_they_are(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path) -> None:
+def test_only_listed_mutants_survive_in_todays_share_of_the_drivers_mutants(tmp_path: Path) -> None:
     share = datetime.date.today().toordinal() % SHARES
     ledger = Ledger.read()
     found = hunted(tmp_path, "--driven", f"--share={share}/{SHARES}", *ledger.scores, timeout=3500)
@@ -199,11 +201,11 @@ def test_of_a_share_of_the_drivers_mutants_only_the_reviewed_live(tmp_path: Path
     assert len(found) > ledger.whole.mutants / SHARES / 2
     known = [(*key, how) for *key, how in found if key[0] not in ledger.new]
     assert [key for *key, how in known if how == "survived" and tuple(key) not in ledger.survivors] == [], (
-        "they live, and nobody has reviewed them"
+        "surviving mutants without a reviewed reason"
     )
 
 
-def test_every_module_whose_functions_are_mutated_has_tests_of_its_own() -> None:
+def test_each_mutated_driver_module_has_tests_named_in_asking() -> None:
     found = {module: [own for name, own in OWN.items() if module.startswith(name)] for module in DRIVEN}
 
     assert [module for module, own in found.items() if not own] == [], "name them in OWN of asking.py"
@@ -211,7 +213,7 @@ def test_every_module_whose_functions_are_mutated_has_tests_of_its_own() -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_ledger_of_the_drivers_counts_the_mutants_of_the_code_as_it_is() -> None:
+def test_the_ledger_of_the_drivers_counts_the_mutants_of_the_current_code() -> None:
     installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
     ledger, keys = Ledger.read(), known()
     again = "count again: python tests/protocol/mutation/driven_ledger.py --prune"

@@ -45,7 +45,7 @@ def any_ack_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sender, "_name_answer", name)
 
 
-def acks_before_the_swap(patch: pytest.MonkeyPatch) -> None:
+def ack_is_sent_before_the_swap(patch: pytest.MonkeyPatch) -> None:
     """G2: the ack leaves before the swap."""
 
     def apply(self: Applier, target: Any) -> bool:
@@ -64,7 +64,7 @@ def slots_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pins, "hold", lambda self, update, buffer: None)
 
 
-def keys_are_versions_only(patch: pytest.MonkeyPatch) -> None:
+def incarnations_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """G4: incarnations are ignored."""
 
     def name_hello(state: State, data: Any, event: Any) -> ReceiverInput:
@@ -89,18 +89,18 @@ def a_second_send_is_allowed(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(SenderMachine._events[SenderInput.SEND_ASYNC]._targets, pair[0], to)
 
 
-def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
+def failed_swaps_are_not_undone(patch: pytest.MonkeyPatch) -> None:
     """G6: a swap that fails leaves what it had changed."""
     patch.setattr(_Undo, "all", lambda self, cause: None)
 
 
-def everybody_is_a_target(patch: pytest.MonkeyPatch) -> None:
+def every_worker_is_a_target(patch: pytest.MonkeyPatch) -> None:
     """G7: every update is sent to all workers, whatever its targets."""
     shipped = pure_sender.targets_of
     patch.setattr(pure_sender, "targets_of", lambda data, targets: shipped(data, None))
 
 
-def copies_keep_obligations(patch: pytest.MonkeyPatch) -> None:
+def pickled_senders_keep_data_and_state(patch: pytest.MonkeyPatch) -> None:
     """G8: a pickled sender takes its data and its state along."""
     save, load = WeightSender.__getstate__, WeightSender.__setstate__
 
@@ -117,7 +117,7 @@ def copies_keep_obligations(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightSender, "__setstate__", setstate)
 
 
-def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
+def closed_receivers_still_apply(patch: pytest.MonkeyPatch) -> None:
     """G9: an update that had arrived is applied after the close."""
     shipped = ReceiverDriver.close
 
@@ -134,7 +134,7 @@ def closed_still_applies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Applier, "_receive_and_apply_to", receive_and_apply_to)
 
 
-def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
+def losses_of_links_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """G10: the loss of a link is ignored."""
     shipped = SenderDriver._read
 
@@ -144,12 +144,12 @@ def losses_are_not_heard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SenderDriver, "_read", heard)
 
 
-def refusals_are_fine(patch: pytest.MonkeyPatch) -> None:
+def refusals_count_as_success(patch: pytest.MonkeyPatch) -> None:
     """G11: of the failures in a report, only losses count."""
     patch.setattr(Outcome, "fine", property(lambda self: self.kind is not OutcomeKind.LOST))
 
 
-def joiners_wait_for_the_next(patch: pytest.MonkeyPatch) -> None:
+def joiners_get_no_update(patch: pytest.MonkeyPatch) -> None:
     """G12: no update follows a joiner's Hello."""
     shipped = pure_sender._join
 
@@ -162,28 +162,28 @@ def joiners_wait_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
 PLANTS: dict[str, tuple[Callable[[], None], Plant]] = {
     "G1": (checks.check_g1, any_ack_counts),
-    "G2": (checks.check_g2, acks_before_the_swap),
+    "G2": (checks.check_g2, ack_is_sent_before_the_swap),
     "G3": (checks.check_g3, slots_are_not_pinned),
-    "G4": (checks.check_g4, keys_are_versions_only),
+    "G4": (checks.check_g4, incarnations_are_ignored),
     "G5": (checks.check_g5, a_second_send_is_allowed),
-    "G6": (checks.check_g6, nothing_is_undone),
-    "G7": (checks.check_g7, everybody_is_a_target),
-    "G8": (checks.check_g8, copies_keep_obligations),
-    "G9": (checks.check_g9, closed_still_applies),
-    "G10": (checks.check_g10, losses_are_not_heard),
-    "G11": (checks.check_g11, refusals_are_fine),
-    "G12": (checks.check_g12, joiners_wait_for_the_next),
+    "G6": (checks.check_g6, failed_swaps_are_not_undone),
+    "G7": (checks.check_g7, every_worker_is_a_target),
+    "G8": (checks.check_g8, pickled_senders_keep_data_and_state),
+    "G9": (checks.check_g9, closed_receivers_still_apply),
+    "G10": (checks.check_g10, losses_of_links_are_ignored),
+    "G11": (checks.check_g11, refusals_count_as_success),
+    "G12": (checks.check_g12, joiners_get_no_update),
 }
 
 
 @pytest.mark.parametrize("guarantee", PLANTS)
-def test_the_shipped_code_keeps(guarantee: str) -> None:
+def test_the_shipped_code_passes_the_check_of_each_guarantee(guarantee: str) -> None:
     check, _ = PLANTS[guarantee]
     check()
 
 
 @pytest.mark.parametrize("guarantee", PLANTS)
-def test_a_planted_fault_is_found(guarantee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_fails_the_check_of_its_guarantee(guarantee: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check, plant = PLANTS[guarantee]
     plant(monkeypatch)
 

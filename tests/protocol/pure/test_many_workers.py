@@ -41,7 +41,7 @@ class Fleet:
         return [sender.Answer(worker, entry.link, ack) for worker, entry in self.data.workers.items()]
 
 
-def calls_an_answer(workers: int) -> float:
+def calls_per_answer(workers: int) -> float:
     """Calls of Python functions for each answer."""
     fleet = Fleet(workers)
     fleet.take(sender.Send(None))
@@ -52,7 +52,7 @@ def calls_an_answer(workers: int) -> float:
     return len(calls) / workers
 
 
-def bytes_an_answer(workers: int) -> float:
+def bytes_per_answer(workers: int) -> float:
     """Bytes that the data after each answer needs, in addition to the data before: what the step copied.
 
     Garbage collection is off, so that no finalizer allocates.
@@ -71,18 +71,18 @@ def bytes_an_answer(workers: int) -> float:
         gc.enable()
 
 
-def test_an_answer_takes_as_many_calls_with_a_thousand_workers_as_with_a_hundred() -> None:
-    few, hundred, many = calls_an_answer(10), calls_an_answer(100), calls_an_answer(MANY)
+def test_function_calls_per_answer_do_not_grow_with_the_number_of_workers() -> None:
+    few, hundred, many = calls_per_answer(10), calls_per_answer(100), calls_per_answer(MANY)
 
     assert many <= 1.1 * hundred
     assert many <= few + 20  # an answer makes three changes, and each costs more in a tree than in a dict
 
 
-def test_an_answer_copies_no_more_with_a_thousand_workers_than_with_a_few_dozen() -> None:
-    assert bytes_an_answer(MANY) <= 1.6 * bytes_an_answer(FEW)
+def test_bytes_copied_per_answer_do_not_grow_with_the_number_of_workers() -> None:
+    assert bytes_per_answer(MANY) <= 1.6 * bytes_per_answer(FEW)
 
 
-def test_the_data_before_an_answer_of_many_workers_stays_as_it_was() -> None:
+def test_an_answer_leaves_the_previous_data_of_many_workers_unchanged() -> None:
     fleet = Fleet(MANY)
     fleet.take(sender.Send(None))
     acks = fleet.acks()
@@ -123,13 +123,15 @@ def events(chance: random.Random, fleet: Fleet) -> Iterator[sender.Event]:
         )
 
 
-def in_order(step: sender.Step) -> sender.Step:
+def with_sorted_effects(step: sender.Step) -> sender.Step:
     """The step with its effects in one order: a tree has the order of the ids, a dict that of joining."""
     return replace(step, effects=tuple(sorted(step.effects, key=repr)))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_with_many_workers_each_step_is_what_it_is_with_few(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_equal_whether_workers_are_kept_in_a_tree_or_a_dict(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit is lowered to one worker, so that two workers are already kept in a tree in place of a dict."""
     plain, grown = Fleet(0), Fleet(0)
     refused, trees = 0, 0
@@ -139,7 +141,7 @@ def test_with_many_workers_each_step_is_what_it_is_with_few(seed: int, monkeypat
         for fleet, small in ((plain, 1000), (grown, 1)):
             monkeypatch.setattr(by_worker, "SMALL", small)
             try:
-                found.append(in_order(fleet.take(event)))
+                found.append(with_sorted_effects(fleet.take(event)))
             except (StateError, ConfigurationError, WorkerLostError, RefusedError) as error:
                 found.append((type(error), str(error)))
         assert found[0] == found[1]
@@ -150,7 +152,7 @@ def test_with_many_workers_each_step_is_what_it_is_with_few(seed: int, monkeypat
 
 
 @pytest.mark.parametrize("ids", [range(3000), range(0, 3_000_000, 1024), [1 << bit for bit in range(60)]])
-def test_a_mapping_of_many_workers_is_one_of_few(ids: range | list[int]) -> None:
+def test_a_tree_of_workers_equals_a_dict_after_random_puts_and_drops(ids: range | list[int]) -> None:
     chance, model, tree = random.Random(1), {}, Tree({}, 0)
     ids = list(ids)
     for value in range(4000):
@@ -170,7 +172,7 @@ def test_a_mapping_of_many_workers_is_one_of_few(ids: range | list[int]) -> None
 
 
 @pytest.mark.parametrize("size", [by_worker.SMALL - 1, by_worker.SMALL, by_worker.SMALL + 1])
-def test_the_mapping_that_is_given_never_changes(size: int) -> None:
+def test_put_and_drop_leave_the_given_mapping_unchanged(size: int) -> None:
     given = {worker: worker for worker in range(size)}
     before = dict(given)
 

@@ -58,11 +58,11 @@ def test_an_update_is_served_once_it_is_applied(receiver: Receiver) -> None:
     assert receiver.data.served == (5, 1)
 
 
-def test_a_hello_once_more_is_a_duplicate(receiver: Receiver) -> None:
+def test_a_repeated_hello_is_a_duplicate(receiver: Receiver) -> None:
     assert receiver.take(pure.HelloArrived(1, 5)).input is ReceiverInput.DUPLICATE
 
 
-def test_the_version_decided_last_gets_the_very_same_answer(receiver: Receiver) -> None:
+def test_a_duplicate_of_the_last_decided_version_gets_the_same_answer(receiver: Receiver) -> None:
     receiver.applies(5, 1)
 
     step = receiver.take(pure.UpdateArrived(1, 5, 1))
@@ -70,7 +70,7 @@ def test_the_version_decided_last_gets_the_very_same_answer(receiver: Receiver) 
     assert (step.input, step.effects) == (ReceiverInput.DUPLICATE, (pure.Reply(1, ack(5, 1)),))
 
 
-def test_g6_a_duplicate_of_a_refused_version_is_not_applied(receiver: Receiver) -> None:
+def test_g6_a_duplicate_of_a_refused_version_is_refused_again(receiver: Receiver) -> None:
     receiver.take(pure.UpdateArrived(1, 5, 1))
     refused = receiver.take(pure.Refused(refusal(5, 1)))
     assert refused.effects == (pure.Reply(1, refusal(5, 1)),)
@@ -82,7 +82,7 @@ def test_g6_a_duplicate_of_a_refused_version_is_not_applied(receiver: Receiver) 
     assert (receiver.state, receiver.data.served) == (State.READY, None)
 
 
-def test_the_pending_version_once_more_is_nothing_to_do(receiver: Receiver) -> None:
+def test_a_duplicate_of_the_pending_version_has_no_effect(receiver: Receiver) -> None:
     receiver.take(pure.UpdateArrived(1, 5, 1))
 
     step = receiver.take(pure.UpdateArrived(1, 5, 1))
@@ -108,7 +108,7 @@ def test_g4_an_older_version_is_stale(receiver: Receiver) -> None:
     assert (step.input, step.effects) == (ReceiverInput.STALE, (pure.Tell(1, (5, 1), RefusalKind.STALE),))
 
 
-def test_g4_a_sender_below_the_fence_is_rejected_also_after_the_link_went_down(receiver: Receiver) -> None:
+def test_g4_a_sender_below_the_fence_is_rejected_even_after_its_link_was_lost(receiver: Receiver) -> None:
     receiver.take(pure.LinkDown(1))
 
     step = receiver.take(pure.HelloArrived(2, 4))
@@ -123,14 +123,14 @@ def test_g4_an_update_below_the_fence_is_stale(receiver: Receiver) -> None:
     assert receiver.take(pure.UpdateArrived(1, 4, 9)).input is ReceiverInput.STALE
 
 
-def test_a_restarted_trainers_small_version_is_newer(receiver: Receiver) -> None:
+def test_version_1_of_a_restarted_trainer_is_accepted_after_version_9_of_the_old_one(receiver: Receiver) -> None:
     receiver.applies(5, 9)
     receiver.take(pure.HelloArrived(2, 6))
 
     assert receiver.take(pure.UpdateArrived(2, 6, 1)).input is ReceiverInput.UPDATE
 
 
-def test_a_takeover_closes_the_old_link_drops_what_was_pending_and_keeps_what_is_served(
+def test_a_takeover_closes_the_old_link_and_drops_the_pending_version_but_not_the_served_one(
     receiver: Receiver,
 ) -> None:
     receiver.applies(5, 1)
@@ -143,7 +143,7 @@ def test_a_takeover_closes_the_old_link_drops_what_was_pending_and_keeps_what_is
     assert (receiver.data.pending, receiver.data.served) == (None, (5, 1))
 
 
-def test_g10_a_takeover_on_the_same_link_answers_what_was_pending(receiver: Receiver) -> None:
+def test_g10_a_takeover_on_the_same_link_answers_the_pending_update(receiver: Receiver) -> None:
     receiver.take(pure.UpdateArrived(1, 5, 2))
 
     step = receiver.take(pure.HelloArrived(1, 6))
@@ -155,7 +155,7 @@ def test_g10_a_takeover_on_the_same_link_answers_what_was_pending(receiver: Rece
     assert receiver.take(pure.HelloArrived(1, 7)).effects == (pure.Greet(1),)
 
 
-def test_a_sender_that_comes_on_a_new_link_is_not_fenced_over_its_old_one(receiver: Receiver) -> None:
+def test_a_sender_that_reconnects_on_a_new_link_is_not_fenced_on_its_old_link(receiver: Receiver) -> None:
     assert receiver.take(pure.HelloArrived(2, 5)).effects == (pure.CloseLink(1), pure.Greet(2))
 
 
@@ -164,7 +164,7 @@ NEWEST = replace(pure.ReceiverData(), link=2, fence=5, senders_number=3)
 
 @pytest.mark.parametrize("misfit", ["", "shape differs"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_handshake_over_a_link_that_its_sender_has_replaced_ends_that_link_alone(number: int, misfit: str) -> None:
+def test_a_handshake_over_a_replaced_link_only_closes_that_link(number: int, misfit: str) -> None:
     step = pure.step(State.READY, NEWEST, pure.HelloArrived(1, 5, misfit, number))
 
     assert (step.input, step.to, step.data) == (None, State.READY, NEWEST)
@@ -172,25 +172,25 @@ def test_a_handshake_over_a_link_that_its_sender_has_replaced_ends_that_link_alo
 
 
 @pytest.mark.parametrize(("incarnation", "number"), [(5, 0), (5, 3), (5, 4), (6, 1)])
-def test_any_other_handshake_over_another_link_takes_over(incarnation: int, number: int) -> None:
+def test_a_handshake_over_another_link_takes_over_unless_its_link_was_replaced(incarnation: int, number: int) -> None:
     step = pure.step(State.READY, NEWEST, pure.HelloArrived(1, incarnation, "", number))
 
     assert step.input is ReceiverInput.TAKEOVER
     assert step.data == replace(NEWEST, link=1, fence=incarnation, senders_number=number)
 
 
-def test_a_sender_without_numbers_takes_over_from_itself() -> None:
+def test_a_handshake_of_a_sender_that_did_not_number_its_links_takes_over() -> None:
     unnumbered = replace(NEWEST, senders_number=0)
     assert pure.step(State.READY, unnumbered, pure.HelloArrived(1, 5, "", 2)).input is ReceiverInput.TAKEOVER
 
 
-def test_a_handshake_once_more_over_the_current_link_keeps_its_number() -> None:
+def test_a_repeated_handshake_over_the_current_link_keeps_the_links_number() -> None:
     step = pure.step(State.READY, NEWEST, pure.HelloArrived(2, 5, "", 1))
     assert (step.input, step.data) == (ReceiverInput.DUPLICATE, NEWEST)
 
 
 @pytest.mark.parametrize("ends", [pure.LinkDown(2), pure.Goodbye(2, 5), pure.Broken(), pure.Close(), pure.Fail("out")])
-def test_after_the_current_links_end_any_link_of_its_sender_is_taken(ends: pure.Event) -> None:
+def test_after_the_current_link_ends_an_older_link_of_its_sender_is_accepted(ends: pure.Event) -> None:
     state = State.PENDING_ASYNC if ends == pure.Broken() else State.READY
     step = pure.step(state, NEWEST, ends)
 
@@ -208,7 +208,9 @@ def test_after_the_current_links_end_any_link_of_its_sender_is_taken(ends: pure.
         (pure.Broken("no memory", "line 1"), State.CLOSED),
     ],
 )
-def test_what_fails_says_so_and_never_goodbye(receiver: Receiver, event: pure.Event, to: State) -> None:
+def test_a_failure_sends_a_refusal_with_the_reason_and_no_goodbye(
+    receiver: Receiver, event: pure.Event, to: State
+) -> None:
     receiver.take(pure.UpdateArrived(1, 5, 1))
 
     step = receiver.take(event)
@@ -222,11 +224,11 @@ def test_only_a_close_says_goodbye(receiver: Receiver) -> None:
     assert receiver.take(pure.Close()).effects == (pure.Leave(1),)
 
 
-def test_a_link_that_the_other_end_closed_is_closed_without_a_word(receiver: Receiver) -> None:
+def test_a_link_that_the_peer_closed_is_closed_without_a_message(receiver: Receiver) -> None:
     assert receiver.take(pure.LinkDown(1)).effects == (pure.CloseLink(1),)
 
 
-def test_a_misfit_is_rejected_with_its_reason(receiver: Receiver) -> None:
+def test_a_handshake_with_a_mismatched_layout_is_rejected_with_its_reason(receiver: Receiver) -> None:
     step = receiver.take(pure.HelloArrived(2, 6, "shape differs"))
 
     assert step.input is ReceiverInput.REJECTED
@@ -236,13 +238,13 @@ def test_a_misfit_is_rejected_with_its_reason(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize(("link", "incarnation"), [(2, 5), (1, 6)])
-def test_an_update_without_a_handshake_breaks_the_protocol(receiver: Receiver, link: int, incarnation: int) -> None:
+def test_an_update_without_a_handshake_raises_protocol_error(receiver: Receiver, link: int, incarnation: int) -> None:
     with pytest.raises(ProtocolError):
         receiver.take(pure.UpdateArrived(link, incarnation, 1))
 
 
 @pytest.mark.parametrize("event", [pure.LinkDown(2), pure.Goodbye(2, 5), pure.Goodbye(2, 4)])
-def test_the_end_of_a_link_that_is_not_in_force_is_late_and_that_link_closes(
+def test_the_end_of_a_link_that_is_not_the_current_link_is_late_and_closes_that_link(
     receiver: Receiver, event: pure.Event
 ) -> None:
     step = receiver.take(event)
@@ -250,14 +252,14 @@ def test_the_end_of_a_link_that_is_not_in_force_is_late_and_that_link_closes(
     assert (step.input, step.effects, receiver.data.link) == (None, (pure.CloseLink(2),), 1)
 
 
-def test_a_failure_beside_the_link_in_force_is_sent_to_its_sender(receiver: Receiver) -> None:
+def test_a_failure_of_another_link_is_sent_over_that_link(receiver: Receiver) -> None:
     step = receiver.take(pure.LinkDown(2, "no memory"))
 
     assert step.effects == (pure.Disown(2, 5, RefusalKind.FAILED, "no memory"), pure.CloseLink(2))
     assert (step.input, receiver.data.link) == (None, 1)
 
 
-def test_the_goodbye_of_the_sender_in_force_ends_its_link(receiver: Receiver) -> None:
+def test_the_goodbye_of_the_current_sender_ends_its_link(receiver: Receiver) -> None:
     step = receiver.take(pure.Goodbye(1, 5))
 
     assert (step.input, step.to, step.effects) == (
@@ -268,7 +270,7 @@ def test_the_goodbye_of_the_sender_in_force_ends_its_link(receiver: Receiver) ->
 
 
 @pytest.mark.parametrize("incarnation", [4, 6])
-def test_the_goodbye_of_another_sender_over_the_link_in_force_changes_nothing(
+def test_the_goodbye_of_another_sender_over_the_current_link_changes_nothing(
     receiver: Receiver, incarnation: int
 ) -> None:
     step = receiver.take(pure.Goodbye(1, incarnation))
@@ -276,7 +278,7 @@ def test_the_goodbye_of_another_sender_over_the_link_in_force_changes_nothing(
     assert (step.input, step.effects, receiver.data.link) == (None, (), 1)
 
 
-def test_what_was_decided_is_kept_across_links(receiver: Receiver) -> None:
+def test_the_last_decision_is_kept_across_links(receiver: Receiver) -> None:
     receiver.applies(5, 1)
     receiver.take(pure.LinkDown(1))
     receiver.take(pure.HelloArrived(2, 5))
@@ -284,7 +286,7 @@ def test_what_was_decided_is_kept_across_links(receiver: Receiver) -> None:
     assert receiver.take(pure.UpdateArrived(2, 5, 1)).effects == (pure.Reply(2, ack(5, 1)),)
 
 
-def test_broken_serves_nothing_and_is_final(receiver: Receiver) -> None:
+def test_a_broken_receiver_serves_nothing_and_is_closed_for_good(receiver: Receiver) -> None:
     receiver.applies(5, 1)
     receiver.take(pure.UpdateArrived(1, 5, 2))
 
@@ -295,7 +297,7 @@ def test_broken_serves_nothing_and_is_final(receiver: Receiver) -> None:
         receiver.take(pure.UpdateArrived(1, 5, 3))
 
 
-def test_g9_close_keeps_what_is_served(receiver: Receiver) -> None:
+def test_g9_close_keeps_the_served_version_and_drops_the_pending_one(receiver: Receiver) -> None:
     receiver.applies(5, 1)
     receiver.take(pure.UpdateArrived(1, 5, 2))
     receiver.take(pure.Close())
@@ -304,7 +306,7 @@ def test_g9_close_keeps_what_is_served(receiver: Receiver) -> None:
     assert receiver.take(pure.Close()).to is State.CLOSED
 
 
-def test_a_deferred_answer_waits_until_its_version_was_handed_on(receiver: Receiver) -> None:
+def test_a_deferred_ack_waits_until_its_version_was_passed_on(receiver: Receiver) -> None:
     receiver.take(pure.UpdateArrived(1, 5, 1))
 
     assert receiver.take(pure.Defer(ack(5, 1))).effects == ()
@@ -325,7 +327,7 @@ def deferring(receiver: Receiver) -> Receiver:
     return receiver
 
 
-def test_a_deferred_answer_leaves_over_the_link_that_its_sender_has_now(receiver: Receiver) -> None:
+def test_a_deferred_ack_is_sent_over_its_senders_newest_link(receiver: Receiver) -> None:
     deferring(receiver).take(pure.LinkDown(1))
     receiver.take(pure.HelloArrived(2, 5))
 
@@ -333,7 +335,7 @@ def test_a_deferred_answer_leaves_over_the_link_that_its_sender_has_now(receiver
     assert receiver.take(pure.SendAck()).effects == (pure.Reply(2, ack(5, 1)),)
 
 
-def test_a_deferred_answer_leaves_before_a_newer_version_takes_its_place(receiver: Receiver) -> None:
+def test_a_deferred_ack_is_sent_when_its_sender_sends_a_newer_version(receiver: Receiver) -> None:
     deferring(receiver).take(pure.LinkDown(1))
     receiver.take(pure.HelloArrived(2, 5))
 
@@ -344,7 +346,7 @@ def test_a_deferred_answer_leaves_before_a_newer_version_takes_its_place(receive
     assert receiver.take(pure.SendAck()).input is None
 
 
-def test_a_deferred_answer_is_nothing_to_a_newer_sender(receiver: Receiver) -> None:
+def test_a_deferred_ack_is_not_sent_to_a_newer_sender(receiver: Receiver) -> None:
     deferring(receiver).take(pure.HelloArrived(2, 6))
 
     step = receiver.take(pure.SendAck())
@@ -352,7 +354,7 @@ def test_a_deferred_answer_is_nothing_to_a_newer_sender(receiver: Receiver) -> N
     assert (step.input, step.effects, receiver.data.answer) == (ReceiverInput.SEND_ACK, (), ack(5, 1))
 
 
-def test_over_one_link_the_older_sender_gets_its_deferred_answer_before_the_newer_is_greeted(
+def test_a_takeover_on_the_same_link_sends_the_deferred_ack_before_the_new_handshake(
     receiver: Receiver,
 ) -> None:
     deferring(receiver)
@@ -363,7 +365,7 @@ def test_over_one_link_the_older_sender_gets_its_deferred_answer_before_the_newe
 
 
 @pytest.mark.parametrize("event", [pure.LinkDown(1), pure.HelloArrived(2, 5)])
-def test_a_newer_version_takes_the_place_of_a_deferred_answer(receiver: Receiver, event: pure.Event) -> None:
+def test_a_decision_on_a_newer_version_replaces_a_deferred_ack(receiver: Receiver, event: pure.Event) -> None:
     deferring(receiver).take(event)
     receiver.take(pure.HelloArrived(2, 5))
     receiver.applies(5, 2)
@@ -373,7 +375,7 @@ def test_a_newer_version_takes_the_place_of_a_deferred_answer(receiver: Receiver
     assert (step.input, step.effects, receiver.data.answer) == (None, (), ack(5, 2))
 
 
-def test_g9_a_closed_receiver_sends_no_deferred_answer(receiver: Receiver) -> None:
+def test_g9_a_closed_receiver_sends_no_deferred_ack(receiver: Receiver) -> None:
     deferring(receiver).take(pure.Close())
     before = receiver.data
 
@@ -382,7 +384,9 @@ def test_g9_a_closed_receiver_sends_no_deferred_answer(receiver: Receiver) -> No
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_is_written_by_hand_is_of_no_version_and_what_was_decided_stays(receiver: Receiver, closed: bool) -> None:
+def test_weights_written_by_hand_are_served_as_no_version_and_the_last_decision_stays(
+    receiver: Receiver, closed: bool
+) -> None:
     receiver.applies(5, 1)
     if closed:
         receiver.take(pure.Close())
@@ -395,7 +399,7 @@ def test_what_is_written_by_hand_is_of_no_version_and_what_was_decided_stays(rec
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_g2_a_version_that_was_written_over_by_hand_is_applied_again_over_a_new_link(
+def test_g2_a_version_that_was_overwritten_by_hand_is_applied_again_over_a_new_link(
     receiver: Receiver, down: bool
 ) -> None:
     receiver.applies(5, 1)
@@ -408,7 +412,7 @@ def test_g2_a_version_that_was_written_over_by_hand_is_applied_again_over_a_new_
 
 
 @pytest.mark.parametrize("event", [pure.LinkDown(1), pure.HelloArrived(2, 5)])
-def test_g2_a_version_that_was_written_over_before_its_deferred_answer_left_is_not_acked_over_a_new_link(
+def test_g2_a_version_overwritten_before_its_deferred_ack_was_sent_is_not_acked_over_a_new_link(
     receiver: Receiver, event: pure.Event
 ) -> None:
     deferring(receiver).take(pure.Invalidate())
@@ -419,7 +423,7 @@ def test_g2_a_version_that_was_written_over_before_its_deferred_answer_left_is_n
     assert receiver.take(pure.UpdateArrived(2, 5, 1)).input is ReceiverInput.UPDATE
 
 
-def test_g2_a_deferred_answer_over_the_same_link_stays_true_though_its_version_was_written_over(
+def test_g2_a_deferred_ack_is_sent_over_the_same_link_although_its_version_was_overwritten(
     receiver: Receiver,
 ) -> None:
     deferring(receiver).take(pure.Invalidate())
@@ -427,7 +431,7 @@ def test_g2_a_deferred_answer_over_the_same_link_stays_true_though_its_version_w
     assert receiver.take(pure.SendAck()).effects == (pure.Reply(1, ack(5, 1)),)
 
 
-def test_g6_a_refused_version_stays_refused_over_a_new_link_though_the_model_was_written_over(
+def test_g6_a_refused_version_stays_refused_over_a_new_link_although_the_model_was_overwritten(
     receiver: Receiver,
 ) -> None:
     receiver.applies(5, 1)

@@ -67,7 +67,7 @@ def test_connect_greets_every_worker() -> None:
     assert sender.data.workers[0].link_state is pure.LinkState.EXPECTED
 
 
-def test_the_first_answer_is_arrived_and_the_next_is_stale(sender: Sender) -> None:
+def test_the_first_hello_of_a_worker_brings_its_link_up_and_the_second_is_stale(sender: Sender) -> None:
     sender.take(pure.Join(2, 3))
 
     assert sender.receives(2, hello()).input is SenderInput.ARRIVED
@@ -75,7 +75,7 @@ def test_the_first_answer_is_arrived_and_the_next_is_stale(sender: Sender) -> No
     assert sender.receives(2, hello()).input is SenderInput.STALE
 
 
-def test_the_last_answer_settles_while_a_caller_waits(sender: Sender) -> None:
+def test_the_last_answer_ends_a_blocking_send(sender: Sender) -> None:
     sender.take(pure.Send(None))
 
     assert sender.receives(0, ack(1)).input is SenderInput.REPLY
@@ -88,7 +88,7 @@ def test_the_last_answer_settles_while_a_caller_waits(sender: Sender) -> None:
     assert [o.kind for o in concluded.outstanding.outcomes.values()] == [OutcomeKind.APPLIED] * 2
 
 
-def test_pending_async_never_ends_by_itself(sender: Sender) -> None:
+def test_an_async_send_stays_pending_until_the_caller_waits(sender: Sender) -> None:
     sender.take(pure.SendAsync(None))
     sender.receives(0, ack(1))
     sender.take(pure.LinkLost(1, 2, "died"))
@@ -98,11 +98,11 @@ def test_pending_async_never_ends_by_itself(sender: Sender) -> None:
     assert sender.state is State.READY
 
 
-@pytest.mark.parametrize("stranger", [ack(2), ack(1, incarnation=6), refusal(2)])
-def test_g1_an_answer_to_anything_else_is_stale(sender: Sender, stranger: Ack | Refusal) -> None:
+@pytest.mark.parametrize("unrelated", [ack(2), ack(1, incarnation=6), refusal(2)])
+def test_g1_an_answer_for_another_version_or_incarnation_is_stale(sender: Sender, unrelated: Ack | Refusal) -> None:
     sender.take(pure.Send((0,)))
 
-    assert sender.receives(0, stranger).input is SenderInput.STALE
+    assert sender.receives(0, unrelated).input is SenderInput.STALE
     assert sender.data.outstanding is not None
     assert sender.data.outstanding.owed == {0: 1}
 
@@ -115,7 +115,7 @@ def test_g1_a_second_answer_is_stale(sender: Sender) -> None:
     assert sender.data.stale == 1
 
 
-def test_g2_an_answer_over_the_link_of_a_former_life_does_not_count(sender: Sender) -> None:
+def test_g2_an_answer_over_a_replaced_link_does_not_count(sender: Sender) -> None:
     sender.take(pure.SendAsync((0, 1)))
     for event in pure.joining(sender.state, sender.data, 0, 9):
         sender.take(event)
@@ -163,7 +163,7 @@ def test_a_lost_target_is_reported_at_once_and_owes_nothing(sender: Sender) -> N
     assert sender.data.outstanding.outcomes[0].reason == "died"
 
 
-def test_no_send_without_a_live_target(sender: Sender) -> None:
+def test_a_send_raises_worker_lost_error_if_every_target_is_lost(sender: Sender) -> None:
     for worker in (0, 1):
         sender.take(pure.LinkLost(worker, worker + 1, "died"))
 
@@ -174,7 +174,7 @@ def test_no_send_without_a_live_target(sender: Sender) -> None:
     assert (sender.state, sender.data.version) == (State.READY, 0)
 
 
-def test_a_refused_handshake_is_refused_in_this_report_and_the_next(sender: Sender) -> None:
+def test_a_refused_handshake_is_a_refused_outcome_in_this_report_and_the_next(sender: Sender) -> None:
     sender.take(pure.Join(2, 3))
     sender.take(pure.Send((0, 2)))
 
@@ -189,7 +189,7 @@ def test_a_refused_handshake_is_refused_in_this_report_and_the_next(sender: Send
     assert sender.data.outstanding.outcomes[2] == outcome
 
 
-def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
+def test_a_send_raises_refused_error_if_every_target_refused_the_handshake(sender: Sender) -> None:
     for worker in (0, 1):
         sender.receives(worker, refusal(0))
 
@@ -200,7 +200,7 @@ def test_no_send_to_those_who_all_refused_the_handshake(sender: Sender) -> None:
     assert (sender.state, sender.data.version) == (State.READY, 0)
 
 
-def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_a_member(sender: Sender) -> None:
+def test_a_worker_that_reports_its_failure_is_lost_with_its_reason_and_stays_a_member(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     step = sender.receives(0, replace(refusal(0, RefusalKind.FAILED), remote_traceback="line 1"))
@@ -214,7 +214,7 @@ def test_a_worker_that_failed_is_lost_for_its_reason_and_stays_a_member(sender: 
     assert concluded.left == {}
 
 
-def test_a_goodbye_removes_a_worker_and_is_in_the_report_that_it_ends(sender: Sender) -> None:
+def test_a_goodbye_removes_the_worker_and_is_named_in_the_report(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     bye = Bye(model_id="policy", incarnation=INCARNATION, reason="done")
@@ -240,7 +240,7 @@ def test_a_goodbye_to_another_sender_or_over_another_link_changes_nothing(
     assert sender.data == replace(before, stale=before.stale + 1)
 
 
-def test_a_send_to_nobody_says_who_left(sender: Sender) -> None:
+def test_a_send_without_workers_names_the_workers_that_left(sender: Sender) -> None:
     for worker in (0, 1):
         bye = Bye(model_id="policy", incarnation=INCARNATION, reason=f"done {worker}")
         assert sender.take(pure.Answer(worker, worker + 1, bye)).input is SenderInput.LEFT
@@ -250,7 +250,7 @@ def test_a_send_to_nobody_says_who_left(sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("targets", [(), (5,), (0, 5)])
-def test_no_target_or_an_unknown_one_is_refused(sender: Sender, targets: tuple[int, ...]) -> None:
+def test_a_send_with_no_targets_or_an_unknown_target_is_refused(sender: Sender, targets: tuple[int, ...]) -> None:
     before = sender.data
 
     with pytest.raises(ConfigurationError):
@@ -259,7 +259,7 @@ def test_no_target_or_an_unknown_one_is_refused(sender: Sender, targets: tuple[i
     assert sender.data == before
 
 
-def test_a_loss_of_a_replaced_or_lost_link_is_late(sender: Sender) -> None:
+def test_the_loss_of_a_replaced_link_is_late(sender: Sender) -> None:
     for event in pure.joining(sender.state, sender.data, 0, 9):
         sender.take(event)
 
@@ -268,7 +268,7 @@ def test_a_loss_of_a_replaced_or_lost_link_is_late(sender: Sender) -> None:
     assert sender.data.workers[0].link_state is pure.LinkState.EXPECTED
 
 
-def test_a_deadline_of_a_wait_that_has_ended_is_late(sender: Sender) -> None:
+def test_the_deadline_of_a_finished_send_is_late(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
     sender.receives(0, ack(1))
 
@@ -284,7 +284,7 @@ def test_after_a_deadline_the_answer_still_counts(sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("kind", [RefusalKind.FENCED, RefusalKind.REFUSED])
-def test_a_refused_handshake_loses_the_link(sender: Sender, kind: RefusalKind) -> None:
+def test_a_refused_handshake_closes_the_link_and_keeps_the_workers_fence(sender: Sender, kind: RefusalKind) -> None:
     sender.take(pure.Join(2, 3))
     sender.take(pure.Send((0, 2)))
 
@@ -304,7 +304,7 @@ def test_a_refusal_that_names_a_higher_fence_loses_the_link(sender: Sender) -> N
     assert sender.data.workers[0].link_state is pure.LinkState.LOST
 
 
-def test_g12_a_joiner_gets_what_is_due_to_it_and_owes_nothing(sender: Sender) -> None:
+def test_g12_a_joiner_gets_the_latest_version_sent_to_all_and_owes_no_answer(sender: Sender) -> None:
     sender.take(pure.SendAsync(None))
     sender.take(pure.Abandon())
     sender.take(pure.SendAsync((0,)))
@@ -318,7 +318,7 @@ def test_g12_a_joiner_gets_what_is_due_to_it_and_owes_nothing(sender: Sender) ->
     assert sender.data.workers[2].served == 1
 
 
-def test_g12_a_worker_that_rejoins_gets_the_newest_that_named_it(sender: Sender) -> None:
+def test_g12_a_rejoining_worker_gets_the_newest_version_addressed_to_it(sender: Sender) -> None:
     sender.take(pure.SendAsync(None))
     sender.take(pure.Abandon())
     sender.take(pure.SendAsync((0,)))
@@ -342,7 +342,7 @@ def test_a_joiner_that_refuses_is_reported_in_the_next_report(sender: Sender) ->
     assert sender.data.not_caught_up == {}
 
 
-def test_removal_settles_what_the_worker_owed(sender: Sender) -> None:
+def test_removing_the_last_worker_that_owes_an_answer_ends_the_send(sender: Sender) -> None:
     sender.take(pure.Send((0,)))
 
     lost, removed = (sender.take(event) for event in pure.removal(sender.state, sender.data, 0, "removed"))
@@ -353,7 +353,7 @@ def test_removal_settles_what_the_worker_owed(sender: Sender) -> None:
         pure.removal(sender.state, sender.data, 0, "again")
 
 
-def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
+def test_close_abandons_the_outstanding_update_and_is_final(sender: Sender) -> None:
     sender.take(pure.Send(None))
     sender.receives(0, ack(1))
 
@@ -369,7 +369,7 @@ def test_close_abandons_what_is_owed_and_is_final(sender: Sender) -> None:
     assert sender.receives(0, ack(1)).input is None
 
 
-def test_a_step_keeps_every_field_that_it_does_not_name(sender: Sender) -> None:
+def test_sends_and_answers_keep_unrelated_fields_of_workers_and_the_sender(sender: Sender) -> None:
     for worker, entry in tuple(sender.data.workers.items()):
         changed = replace(entry, reason="why", remote_traceback="where", fence=4)
         sender.data = replace(sender.data, workers=put(sender.data.workers, worker, changed))
@@ -389,7 +389,7 @@ def test_a_step_keeps_every_field_that_it_does_not_name(sender: Sender) -> None:
     assert (kept(), sender.data.left) == (expected, {})
 
 
-def test_a_goodbye_without_a_reason_says_so(sender: Sender) -> None:
+def test_a_goodbye_without_a_reason_is_reported_as_such(sender: Sender) -> None:
     bye = Bye(model_id="policy", incarnation=INCARNATION)
 
     step = sender.take(pure.Answer(0, 1, bye))
@@ -397,7 +397,7 @@ def test_a_goodbye_without_a_reason_says_so(sender: Sender) -> None:
     assert step.effects[-1] == pure.Farewell(0, "it gave no reason")
 
 
-def test_the_loss_of_a_link_that_is_lost_already_or_of_one_never_opened_changes_nothing(sender: Sender) -> None:
+def test_the_loss_of_a_link_that_is_already_lost_or_was_never_opened_has_no_effect(sender: Sender) -> None:
     sender.take(pure.LinkLost(0, 1, "gone"))
     unopened = Sender()
     unopened.take(pure.Join(0, 1))

@@ -21,11 +21,11 @@ VALUES = sorted(
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
-def test_a_value_cannot_be_changed(kind: type[Struct]) -> None:
+def test_values_are_frozen_structs(kind: type[Struct]) -> None:
     assert kind.__struct_config__.frozen
 
 
-def test_a_report_that_was_pickled_is_equal_and_has_defaults_of_its_own() -> None:
+def test_a_report_survives_pickling_and_shares_no_default_with_another() -> None:
     outcome = report.Outcome(kind=report.OutcomeKind.APPLIED)
     first, second = (report.SyncReport(model_id="m", version=1, incarnation=1, outcomes={0: outcome}) for _ in "ab")
 

@@ -27,7 +27,7 @@ def lost(reason: str, fence: int = 0) -> sender.Entry:
 # ---------------------------------------------------------------------------------------------- the sender's
 
 
-def test_an_unknown_worker() -> None:
+def test_the_error_for_an_unknown_target_lists_the_known_workers() -> None:
     with pytest.raises(ConfigurationError) as caught:
         sender.step(State.READY, replace(DATA, workers={2: UP[1], 0: UP[0]}), sender.Send((5,)))
 
@@ -36,7 +36,7 @@ def test_an_unknown_worker() -> None:
     )
 
 
-def test_no_worker_at_all() -> None:
+def test_the_error_for_an_empty_list_of_targets() -> None:
     with pytest.raises(ConfigurationError) as caught:
         sender.step(State.READY, DATA, sender.Send(()))
 
@@ -44,7 +44,9 @@ def test_no_worker_at_all() -> None:
 
 
 @pytest.mark.parametrize(("fences", "fence"), [((0, 0), None), ((0, 9), 9), ((11, 9), 11)])
-def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> None:
+def test_the_error_if_every_target_is_lost_tells_how_to_get_workers_back(
+    fences: tuple[int, int], fence: int | None
+) -> None:
     workers = {0: lost("died in X.", fences[0]), 1: lost("left", fences[1])}
     with pytest.raises(WorkerLostError) as caught:
         sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
@@ -62,7 +64,7 @@ def test_every_target_is_lost(fences: tuple[int, int], fence: int | None) -> Non
     assert (caught.value.report, caught.value.lost, caught.value.fence) == (None, {0: "died in X.", 1: "left"}, fence)
 
 
-def test_every_target_has_refused() -> None:
+def test_the_error_if_every_target_refused_the_handshake() -> None:
     refused = replace(lost("no"), link_state=sender.LinkState.REFUSED)
     with pytest.raises(RefusedError) as caught:
         sender.step(State.READY, replace(DATA, workers={0: refused}), sender.Send(None))
@@ -74,12 +76,12 @@ def test_every_target_has_refused() -> None:
     assert (caught.value.report, caught.value.refused) == (None, {0: "no"})
 
 
-def test_the_reason_of_the_last_may_ask() -> None:
+def test_a_reason_that_ends_with_a_question_mark_gets_no_full_stop() -> None:
     with pytest.raises(WorkerLostError, match=r"worker 0: crash\?; worker 1: why\? Nothing was sent"):
         sender.step(State.READY, replace(DATA, workers={0: lost("crash?"), 1: lost("why?")}), sender.Send(None))
 
 
-def test_nobody_is_left() -> None:
+def test_the_error_for_a_send_without_workers_names_those_that_left_and_why() -> None:
     with pytest.raises(ConfigurationError) as caught:
         sender.step(State.READY, replace(DATA, workers={}, left={4: "done", 2: "enough"}), sender.Send(None))
 
@@ -89,7 +91,7 @@ def test_nobody_is_left() -> None:
     )
 
 
-def test_one_that_says_goodbye_while_it_owes_an_answer() -> None:
+def test_a_worker_that_says_goodbye_while_it_owes_an_answer_is_lost() -> None:
     bye = Bye(model_id="policy", incarnation=7, reason="done")
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, bye))
 
@@ -97,7 +99,7 @@ def test_one_that_says_goodbye_while_it_owes_an_answer() -> None:
     assert step.data.outstanding == sender.Outstanding(1, {1: 2}, outcomes)
 
 
-def test_a_deferred_answer_has_not_left() -> None:
+def test_a_deferred_ack_cannot_be_reported_as_sent() -> None:
     data = receiver.ReceiverData(link=1, fence=7, answer=receiver.Deferred(Ack(model_id="m", incarnation=7, version=1)))
     with pytest.raises(StateError) as caught:
         receiver.name(State.AWAITING_ACK, data, receiver.Answered())
@@ -105,14 +107,14 @@ def test_a_deferred_answer_has_not_left() -> None:
     assert (caught.value.machine, caught.value.allowed) == ("receiver", RECEIVER_ALLOWS[State.AWAITING_ACK])
 
 
-def test_a_senders_goodbye_takes_its_link_and_what_it_sent() -> None:
+def test_a_senders_goodbye_closes_its_link_and_drops_its_pending_update() -> None:
     data = receiver.ReceiverData(link=1, fence=7, pending=(7, 1))
     step = receiver.step(State.PENDING_ASYNC, data, receiver.Goodbye(1, 7))
 
     assert (step.data.link, step.data.pending, step.effects) == (None, None, (receiver.CloseLink(1),))
 
 
-def test_one_target_that_is_lost_already_is_reported_beside_the_others() -> None:
+def test_a_target_that_was_already_lost_gets_a_lost_outcome_and_the_others_an_update() -> None:
     workers = {0: lost("died", 9), 1: UP[1]}
     after = sender.step(State.READY, replace(DATA, workers=workers), sender.Send(None))
 
@@ -123,7 +125,7 @@ def test_one_target_that_is_lost_already_is_reported_beside_the_others() -> None
     assert (after.data.due_all, after.data.version) == (1, 1)
 
 
-def test_a_send_to_some_is_due_to_those() -> None:
+def test_a_version_sent_to_some_workers_is_due_only_to_them() -> None:
     after = sender.step(State.READY, DATA, sender.SendAsync((1, 1))).data
 
     assert after.outstanding == sender.Outstanding(1, {1: 2}, {})
@@ -138,7 +140,7 @@ def test_a_send_to_some_is_due_to_those() -> None:
         (sender.Abandon("superseded by version 2"), "superseded by version 2"),
     ],
 )
-def test_what_is_given_up_says_why(event: sender.Event, reason: str) -> None:
+def test_an_abandoned_update_has_its_reason_in_the_report(event: sender.Event, reason: str) -> None:
     applied = Outcome(kind=OutcomeKind.APPLIED)
     data = replace(SENT, outstanding=sender.Outstanding(1, {1: 2}, {0: applied}), not_caught_up={0: applied})
     data = replace(data, left={7: "done"})
@@ -157,7 +159,7 @@ def test_closing_closes_the_links_that_are_not_lost() -> None:
     assert step.effects == (sender.CloseLink(1, 2), sender.CloseLink(2, 3))
 
 
-def test_a_lost_link() -> None:
+def test_a_lost_link_is_closed_and_its_worker_gets_a_lost_outcome() -> None:
     workers = {**UP, 0: replace(UP[0], catching=1)}
     step = sender.step(State.AWAITING_ACK, replace(SENT, workers=workers), sender.LinkLost(0, 1, "it broke"))
 
@@ -178,7 +180,9 @@ def test_a_lost_link() -> None:
         (0, 0, "another key", "FENCED: another key", 0),
     ],
 )
-def test_a_refusal_that_ends_a_link(fence: int, version: int, said: str, reason: str, newer: int) -> None:
+def test_a_fenced_refusal_ends_the_link_and_records_only_a_higher_fence(
+    fence: int, version: int, said: str, reason: str, newer: int
+) -> None:
     refusal = Refusal(
         model_id="policy", incarnation=7, version=version, kind=RefusalKind.FENCED, reason=said, fence=fence
     )
@@ -188,7 +192,7 @@ def test_a_refusal_that_ends_a_link(fence: int, version: int, said: str, reason:
     assert (step.data.workers[0].reason, step.data.workers[0].fence) == (reason, newer)
 
 
-def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
+def test_every_field_of_an_ack_is_kept_in_its_outcome() -> None:
     nested = SyncReport(model_id="inner", version=3, incarnation=4, outcomes={})
     ack = Ack(model_id="policy", incarnation=7, version=1, seconds=0.25, evidence=Evidence.CALL, nested=nested)
     step = sender.step(State.AWAITING_ACK, SENT, sender.Answer(0, 1, ack))
@@ -199,7 +203,7 @@ def test_an_ack_is_an_outcome_with_all_that_it_says() -> None:
 
 
 @pytest.mark.parametrize(("said", "reason"), [("too small", "too small"), ("", "REFUSED")])
-def test_a_refusal_is_an_outcome_with_all_that_it_says(said: str, reason: str) -> None:
+def test_every_field_of_a_refusal_is_kept_in_its_outcome(said: str, reason: str) -> None:
     refusal = Refusal(
         model_id="policy",
         incarnation=7,
@@ -220,7 +224,7 @@ def test_a_refusal_is_an_outcome_with_all_that_it_says(said: str, reason: str) -
 
 
 @pytest.mark.parametrize(("version", "left"), [(1, 3), (2, 3), (3, 0), (4, 0)])
-def test_an_answer_to_a_version_not_below_the_one_due_ends_the_catching_up(version: int, left: int) -> None:
+def test_a_joiner_has_caught_up_once_it_answers_the_version_due_to_it_or_a_newer_one(version: int, left: int) -> None:
     data = replace(SENT, version=version, workers={**UP, 0: replace(UP[0], catching=3)})
     data = replace(data, outstanding=sender.Outstanding(version, {0: 1, 1: 2}, {}))
     ack = Ack(model_id="policy", incarnation=7, version=version)
@@ -230,7 +234,7 @@ def test_an_answer_to_a_version_not_below_the_one_due_ends_the_catching_up(versi
 
 
 @pytest.mark.parametrize("kind", [RefusalKind.REFUSED, RefusalKind.SUPERSEDED, RefusalKind.STALE])
-def test_only_a_joiner_that_refused_is_told_of_as_not_caught_up(kind: RefusalKind) -> None:
+def test_only_a_refused_catch_up_is_reported_as_not_caught_up(kind: RefusalKind) -> None:
     before = Outcome(kind=OutcomeKind.REFUSED, reason="another")
     data = replace(DATA, workers={**UP, 0: replace(UP[0], catching=3)}, not_caught_up={1: before})
     refusal = Refusal(model_id="policy", incarnation=7, version=3, kind=kind, reason="why")
@@ -242,7 +246,7 @@ def test_only_a_joiner_that_refused_is_told_of_as_not_caught_up(kind: RefusalKin
     assert step.data.not_caught_up == {1: before, **refused_ones}
 
 
-def test_what_nobody_is_owed_is_counted() -> None:
+def test_stale_answers_and_late_events_are_counted() -> None:
     data = replace(DATA, stale=3, late=5)
     ack = Ack(model_id="policy", incarnation=7, version=9)
     stale = sender.step(State.READY, data, sender.Answer(0, 1, ack))
@@ -256,7 +260,7 @@ def test_what_nobody_is_owed_is_counted() -> None:
     ("event", "named"),
     [(sender.Deadline(1), SenderInput.DEADLINE), (sender.Interrupted(1), SenderInput.INTERRUPTED)],
 )
-def test_the_end_of_a_wait_has_its_own_name_and_comes_while_somebody_waits(
+def test_a_deadline_or_an_interrupt_ends_a_wait_and_is_late_without_one(
     event: sender.Event, named: SenderInput
 ) -> None:
     waiting = sender.step(State.AWAITING_ACK, SENT, event)
@@ -266,44 +270,44 @@ def test_the_end_of_a_wait_has_its_own_name_and_comes_while_somebody_waits(
     assert (gone.input, gone.to, gone.data.late) == (None, State.PENDING_ASYNC, 1)
 
 
-def test_an_answer_over_a_closed_sender_is_late() -> None:
+def test_an_answer_to_a_closed_sender_is_late() -> None:
     step = sender.step(State.CLOSED, DATA, sender.Answer(0, 1, Hello(model_id="policy", incarnation=7)))
 
     assert (step.input, step.to, step.data.late) == (None, State.CLOSED, 1)
 
 
 @pytest.mark.parametrize("state", [State.READY, State.PENDING_ASYNC, State.AWAITING_ACK])
-def test_who_joins_again_or_leaves_is_lost_first(state: State) -> None:
+def test_a_worker_that_rejoins_or_is_removed_loses_its_link_first(state: State) -> None:
     replaced = sender.LinkLost(0, 1, "replaced by a new link")
     assert sender.joining(state, DATA, 0, 9) == (replaced, sender.Join(0, 9))
     assert sender.removal(state, DATA, 1, "it left") == (sender.LinkLost(1, 2, "it left"), sender.Remove(1))
 
 
-def test_before_connect_nobody_is_lost() -> None:
+def test_a_worker_that_is_replaced_or_removed_before_connect_is_not_lost() -> None:
     assert sender.joining(State.UNINITIALIZED, DATA, 0, 9) == (sender.Join(0, 9),)
     assert sender.removal(State.UNINITIALIZED, DATA, 1, "it left") == (sender.Remove(1),)
 
 
-def test_after_close_nobody_is_lost_and_nobody_leaves() -> None:
+def test_after_close_a_rejoining_worker_is_not_lost_and_a_removal_is_refused() -> None:
     assert sender.joining(State.CLOSED, DATA, 0, 9) == (sender.Join(0, 9),)
     with pytest.raises(StateError):
         sender.removal(State.CLOSED, DATA, 1, "it left")
 
 
-def test_who_is_unknown_joins_and_does_not_leave() -> None:
+def test_an_unknown_worker_may_join_and_its_removal_is_refused() -> None:
     assert sender.joining(State.READY, DATA, 5, 9) == (sender.Join(5, 9),)
     with pytest.raises(ConfigurationError, match="worker 5 is not among the workers"):
         sender.removal(State.READY, DATA, 5, "it left")
 
 
-def test_who_is_lost_already_is_not_lost_again() -> None:
+def test_a_lost_worker_that_rejoins_or_is_removed_is_not_lost_again() -> None:
     data = replace(DATA, workers={0: lost("died")})
     assert sender.joining(State.READY, data, 0, 9) == (sender.Join(0, 9),)
     assert sender.removal(State.READY, data, 0, "it left") == (sender.Remove(0),)
 
 
 @pytest.mark.parametrize(("due_all", "due", "sent"), [(0, 0, 0), (4, 2, 4), (2, 4, 4)])
-def test_a_joiner_is_due_the_newest(due_all: int, due: int, sent: int) -> None:
+def test_a_joiner_gets_the_newest_version_sent_to_it_or_to_all(due_all: int, due: int, sent: int) -> None:
     data = replace(DATA, due_all=due_all, workers={0: replace(lost("died"), due=due), 1: UP[1]})
     step = sender.step(State.READY, data, sender.Join(0, 9))
 
@@ -311,7 +315,7 @@ def test_a_joiner_is_due_the_newest(due_all: int, due: int, sent: int) -> None:
     assert step.effects == (sender.Greet(0, 9, sent),)
 
 
-def test_before_connect_a_link_that_is_replaced_or_given_up_is_closed() -> None:
+def test_a_link_that_is_replaced_or_removed_before_connect_is_closed() -> None:
     data = sender.SenderData(workers=UP)
     assert sender.step(State.UNINITIALIZED, data, sender.Join(0, 9)).effects == (sender.CloseLink(0, 1),)
     removed = sender.step(State.UNINITIALIZED, data, sender.Remove(1))
@@ -328,7 +332,7 @@ SERVING = receiver.ReceiverData(
 
 
 @pytest.mark.parametrize(("incarnation", "link"), [(7, 5), (8, 1)])
-def test_an_update_without_a_handshake(incarnation: int, link: int) -> None:
+def test_the_error_for_an_update_without_a_handshake(incarnation: int, link: int) -> None:
     with pytest.raises(ProtocolError) as caught:
         receiver.step(State.READY, SERVING, receiver.UpdateArrived(link, incarnation, 3))
 
@@ -347,7 +351,9 @@ def test_an_update_without_a_handshake(incarnation: int, link: int) -> None:
     ],
 )
 @pytest.mark.parametrize("link", [1, 5])
-def test_a_handshake_that_is_rejected(incarnation: int, misfit: str, kind: RefusalKind, reason: str, link: int) -> None:
+def test_a_rejected_handshake_gets_the_kind_and_the_reason_and_changes_nothing(
+    incarnation: int, misfit: str, kind: RefusalKind, reason: str, link: int
+) -> None:
     step = receiver.step(State.READY, SERVING, receiver.HelloArrived(link, incarnation, misfit))
 
     rejection = receiver.Reject(link, incarnation, kind, reason)
@@ -360,32 +366,32 @@ OUTDATED = receiver.Tell(1, (7, 3), RefusalKind.STALE)
 
 
 @pytest.mark.parametrize(("link", "old"), [(1, (OUTDATED,)), (5, (TAKEN_OVER, receiver.CloseLink(1)))])
-def test_a_newer_sender_may_speak_over_the_link_of_the_one_before(link: int, old: tuple[receiver.Effect, ...]) -> None:
+def test_a_newer_sender_takes_over_on_the_same_link_or_on_another(link: int, old: tuple[receiver.Effect, ...]) -> None:
     step = receiver.step(State.READY, replace(SERVING, pending=(7, 3)), receiver.HelloArrived(link, 8))
 
     assert (step.input, step.effects) == (ReceiverInput.TAKEOVER, (*old, receiver.Greet(link)))
     assert step.data == replace(SERVING, link=link, fence=8)
 
 
-def test_the_decided_version_once_more_gets_its_very_answer() -> None:
+def test_a_duplicate_of_the_decided_version_gets_the_same_answer_and_changes_no_data() -> None:
     step = receiver.step(State.READY, SERVING, receiver.UpdateArrived(1, 7, 2))
 
     assert (step.input, step.data) == (ReceiverInput.DUPLICATE, SERVING)
     assert step.effects == (receiver.Reply(1, SERVING.answer),)  # type: ignore[arg-type]
 
 
-def test_the_pending_version_once_more_gets_none() -> None:
+def test_a_duplicate_of_the_pending_version_gets_no_answer() -> None:
     data = replace(SERVING, pending=(7, 3))
     step = receiver.step(State.PENDING_ASYNC, data, receiver.UpdateArrived(1, 7, 3))
 
     assert (step.input, step.data, step.effects) == (ReceiverInput.DUPLICATE, data, ())
 
 
-def test_a_loss_that_is_late_changes_nothing() -> None:
+def test_a_late_loss_of_a_link_changes_no_data() -> None:
     for state, link in ((State.READY, 5), (State.CLOSED, 1)):
         step = receiver.step(state, SERVING, receiver.LinkDown(link))
         assert (step.input, step.to, step.data) == (None, state, SERVING)
 
 
-def test_what_was_written_by_hand_is_served_by_no_version() -> None:
+def test_after_invalidate_no_version_is_served() -> None:
     assert receiver.step(State.READY, SERVING, receiver.Invalidate()).data == replace(SERVING, served=None)

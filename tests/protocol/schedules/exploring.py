@@ -34,7 +34,7 @@ from weightsync.weights.target import Mode
 SECONDS, SCHEDULES = 60.0, 400
 
 
-class Wire:
+class ScriptedLink:
     """A link to a worker, whose answers are put in `arrived` by the scenario."""
 
     delivery = Delivery.ORDERED
@@ -69,7 +69,7 @@ class Wire:
         self.closed = True
 
 
-class Weights:
+class EmptyPacker:
     """A packer that packs nothing, since payloads do not matter to schedules."""
 
     sends_deltas = False
@@ -102,7 +102,7 @@ class Scheme:
 
     @property
     def packer(self) -> Any:
-        return Weights()
+        return EmptyPacker()
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Any:
         return endpoint
@@ -118,26 +118,26 @@ class Stage:
     """A ready sender with one worker, and the result of each call."""
 
     def __init__(self) -> None:
-        self.wire = Wire()
+        self.wire = ScriptedLink()
         self.sender = WeightSender(Scheme())  # type: ignore[arg-type]
         self.sender.add_worker(0, self.wire)
         self.sender.connect()
-        self.became: dict[str, Any] = {}
+        self.outcome: dict[str, Any] = {}
 
     def answer(self) -> None:
         """Let the worker's ack of version 1 arrive."""
         self.wire.arrived = [Received(Ack(model_id="policy", incarnation=self.sender.incarnation, version=1))]
 
     @property
-    def words(self) -> dict[str, str]:
+    def outcome_names(self) -> dict[str, str]:
         """The result of each call, in a word."""
-        return {call: _word(became) for call, became in self.became.items()}
+        return {call: _name_of_outcome(outcome) for call, outcome in self.outcome.items()}
 
 
-def _word(became: Any) -> str:
-    if isinstance(became, SyncReport):
-        return became[0].kind.name
-    return "None" if became is None else type(became).__name__
+def _name_of_outcome(outcome: Any) -> str:
+    if isinstance(outcome, SyncReport):
+        return outcome[0].kind.name
+    return "None" if outcome is None else type(outcome).__name__
 
 
 def call(name: str, does: Callable[[WeightSender], Any]) -> Callable[[Stage], None]:
@@ -145,9 +145,9 @@ def call(name: str, does: Callable[[WeightSender], Any]) -> Callable[[Stage], No
 
     def run(stage: Stage) -> None:
         try:
-            stage.became[name] = does(stage.sender)
+            stage.outcome[name] = does(stage.sender)
         except Exception as error:  # noqa: BLE001 - the scenario's ends say which errors are allowed
-            stage.became[name] = error
+            stage.outcome[name] = error
 
     return run
 
@@ -175,9 +175,9 @@ POLL = "poll", lambda sender: sender.poll()
 CLOSE = "close", lambda sender: sender.close()
 
 
-def again(verb: tuple[str, Any]) -> tuple[str, Any]:
+def again(named_call: tuple[str, Any]) -> tuple[str, Any]:
     """The same call once more, by another thread."""
-    return f"{verb[0]} again", verb[1]
+    return f"{named_call[0]} again", named_call[1]
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Scenario:
 
     def holds(self, stage: Stage) -> bool:
         """Whether the calls ended in an allowed way."""
-        words = stage.words
-        end = tuple(words.get(name, "-") for name, _ in self.calls), len(stage.wire.sent), stage.sender.state
+        outcome_names = stage.outcome_names
+        end = tuple(outcome_names.get(name, "-") for name, _ in self.calls), len(stage.wire.sent), stage.sender.state
         closed = stage.sender.state is State.CLOSED
         return end in self.ends and stage.wire.closed == closed and stage.sender.version == len(stage.wire.sent)
 

@@ -28,7 +28,7 @@ SCENARIOS = (
     "a send, a poll and a close",
 )
 #: The scenarios that end wrongly if locks are missing.
-TOLD_BY = ("two sends", "two abandon")
+FAILING_WITHOUT_LOCKS = ("two sends", "two abandon")
 
 #: The scenario that every run explores, so that the stand-in for a scheme is kept up to date with the sender.
 QUICK = "two abandon"
@@ -52,7 +52,7 @@ def verdict(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[] if each == QUICK else pytest.mark.slow) for each in SCENARIOS]
 )
-def test_it_ends_as_it_may_under_every_schedule(name: str) -> None:
+def test_concurrent_calls_end_in_an_allowed_way_under_every_schedule(name: str) -> None:
     found = verdict(name)
 
     assert found["holds"] is True, found["why"]
@@ -61,6 +61,6 @@ def test_it_ends_as_it_may_under_every_schedule(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOLD_BY)
-def test_the_canary_without_the_locks_a_schedule_is_found_that_does_not(name: str) -> None:
+@pytest.mark.parametrize("name", FAILING_WITHOUT_LOCKS)
+def test_without_locks_some_schedule_ends_in_a_wrong_way(name: str) -> None:
     assert verdict(name, "without locks")["holds"] is False

@@ -307,12 +307,12 @@ class Sender:
     ) -> Generator[None, None, Report]:
         deadline = self._deadline(timeout)
         self.pump()
-        unlaid = self.state == "uninitialized" and bool(self.setups)
-        in_the_way = self.state == "pending_async" and on_pending != "raise"
-        if not unlaid and not in_the_way:
+        must_connect = self.state == "uninitialized" and bool(self.setups)
+        handles_pending = self.state == "pending_async" and on_pending != "raise"
+        if not must_connect and not handles_pending:
             self._allow("ready")
         self._chosen(targets)
-        if unlaid:
+        if must_connect:
             self.connect(incarnation())
         if self.state == "pending_async" and on_pending == "wait":
             left = None if deadline is None else max(0.0, deadline - self.now())
@@ -552,7 +552,7 @@ class Sender:
         else:
             self._hear_answer(worker, setup, message)
             if (worker, wire) in self.open:
-                self._send_what_waited(worker, wire, message.version)
+                self._send_waiting_update(worker, wire, message.version)
 
     def _hear_answer(self, worker: int, setup: WorkerSetup, message: Message) -> None:
         kind = "APPLIED" if message.kind == "Ack" else "REFUSED"
@@ -576,7 +576,7 @@ class Sender:
         elif kind == "REFUSED" and message.why not in ("SUPERSEDED", "STALE"):
             self.not_caught_up[worker] = kind
 
-    def _send_what_waited(self, worker: int, wire: Wire, answered: int) -> None:
+    def _send_waiting_update(self, worker: int, wire: Wire, answered: int) -> None:
         wire.unanswered = {version for version in wire.unanswered if version > answered}
         if wire.waiting and len(wire.unanswered) < RUN_AHEAD:
             waiting, wire.waiting = wire.waiting, 0

@@ -18,7 +18,7 @@ from weightsync.engine.receiver import WeightReceiver
 PATIENCE = 60.0
 
 
-class Deadly(Policy):
+class SelfKillingPolicy(Policy):
     """A model that can kill its process in the middle of a swap."""
 
     def set_extra_state(self, state: int) -> None:
@@ -32,14 +32,14 @@ class ActorServer:
 
     def __init__(self, control: Connection[Any, Any]) -> None:
         self.control = control
-        self.policy = Deadly()
+        self.policy = SelfKillingPolicy()
         self.receiver: Any = None
 
     def begin(self, scheme: Any) -> None:
         """Begin a new life of the worker: a receiver without links."""
         if self.receiver is not None:
             self.receiver.close()
-        self.policy = Deadly()
+        self.policy = SelfKillingPolicy()
         self.receiver = WeightReceiver(scheme)
         self.receiver.register_model(self.policy)
 

@@ -49,11 +49,11 @@ class Walk:
         self.no_bases: set[int] = set()
         self.wholes: list[int] = []
         self.lost = False
-        self.unfit: set[int] = set()
+        self.expected_refusals: set[int] = set()
         #: The situations that occurred in this walk.
         self.seen: set[str] = set()
         #: The properties that were violated, in words.
-        self.broken: list[str] = []
+        self.violations: list[str] = []
         ours = self._worker()
         self.trainer.init_on_sender("policy", pipes=[ours], model=self.source)
         self.sender = self.trainer.get_sender()
@@ -72,7 +72,7 @@ class Walk:
     def watch(self, message: Any) -> None:
         """Check a message that is given to a link: AckedBase, OnlyTheNewest, RefusedOnlyIfLost, ResentOnce.
 
-        Violations are collected in `broken`, since a link swallows errors.
+        Violations are collected in `violations`, since a link swallows errors.
         """
         match message:
             case NoBase():
@@ -88,7 +88,7 @@ class Walk:
 
     def _require(self, holds: bool, otherwise: str) -> None:
         if not holds:
-            self.broken.append(otherwise)
+            self.violations.append(otherwise)
 
     # ------------------------------------------------------------------------------------------- actions
 
@@ -117,7 +117,7 @@ class Walk:
         report = self.sender.wait_async(on_failure="report")
         assert report.version is not None
         if report[0].kind is OutcomeKind.REFUSED:
-            assert report.version in self.unfit
+            assert report.version in self.expected_refusals
         else:
             assert self.served >= report.version
             self.seen.add("resent" if report.version in self.no_bases else "applied")
@@ -144,12 +144,12 @@ class Walk:
         held = self.receiver.driver.held
         if held._update is not None:
             held._payload[self.chance.randrange(len(held._payload))] ^= 0xFF
-            self.unfit |= set(range(1, 1000))
+            self.expected_refusals |= set(range(1, 1000))
             self.seen.add("damaged")
 
     def refuse(self) -> None:
         if self.receiver.take_update(0.0) is not None:
-            self.unfit.add(self.sender.version)
+            self.expected_refusals.add(self.sender.version)
             self.receiver.nack(ValueError("not this one"))
 
     def relink(self) -> None:
@@ -169,7 +169,7 @@ class Walk:
             self.receive()
             self.hear()
         assert self.sender.state is State.READY
-        assert self.broken == []
+        assert self.violations == []
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ RARELY: Final = ["abandon", "lose", "refuse", "relink"]
         (["damage"], {"delta", "damaged"}),
     ],
 )
-def test_walks_keep_what_the_model_promises(
+def test_random_walks_with_deltas_satisfy_the_properties_of_delta_tla(
     features: list[str], situations: set[str], walk: Callable[[int], contextlib.AbstractContextManager[Walk]]
 ) -> None:
     seen = set[str]()

@@ -58,7 +58,7 @@ def deliver(world: World, kind: type[messages.Message], version: int = 0) -> Non
             if isinstance(message, kind) and version in (0, getattr(message, "version", 0)):
                 world.deliver(link_pair, parcel)
                 return
-    pytest.fail(f"no {kind.__name__} of version {version} is on its way")
+    pytest.fail(f"no {kind.__name__} of version {version} is in transit")
 
 
 def taken(world: World, state: State, step: SenderInput | ReceiverInput, action: Callable[[], object]) -> None:
@@ -70,7 +70,7 @@ def taken(world: World, state: State, step: SenderInput | ReceiverInput, action:
     assert ROWS[state, step] > before
 
 
-def offered(world: World, versions: int = 1) -> None:
+def send_versions(world: World, versions: int = 1) -> None:
     """Send versions, of which nothing has arrived yet."""
     for _ in range(versions):
         world.send(trainer(world), on_pending="supersede")
@@ -79,7 +79,7 @@ def offered(world: World, versions: int = 1) -> None:
 def half_answered(world: World) -> None:
     """Let the worker decide on an update while its answer cannot leave."""
     world.clog(newest(world), True)
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
     assert worker(world).real.state is State.AWAITING_ACK
@@ -87,13 +87,13 @@ def half_answered(world: World) -> None:
 
 def pending(world: World) -> None:
     """Let a version arrive that is not applied yet."""
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world), held=True)
     assert worker(world).real.state is State.PENDING_ASYNC
 
 
-def overtake(world: World) -> Trainer:
+def connect_newer_copy(world: World) -> Trainer:
     """Connect a copy of the sender to the worker, with a higher incarnation."""
     world.clock.ns += 1000
     world.copy_trainer(trainer(world), "pickle")
@@ -103,15 +103,15 @@ def overtake(world: World) -> Trainer:
     return copied
 
 
-def behind(world: World) -> Trainer:
+def connect_older_copy(world: World) -> Trainer:
     """Connect a copy of the sender to the worker, with a lower incarnation."""
     world.clock.ns -= 1000
-    copied = overtake_at_once(world)
+    copied = connect_copy(world)
     world.clock.ns += 1000
     return copied
 
 
-def overtake_at_once(world: World) -> Trainer:
+def connect_copy(world: World) -> Trainer:
     world.copy_trainer(trainer(world), "deepcopy")
     copied = world.trainers[-1]
     world.add(copied, 0)
@@ -123,7 +123,7 @@ def receive(world: World, held: bool = False) -> Callable[[], object]:
     return lambda: world.receive(worker(world), held)
 
 
-BRINGS: dict[State, Callable[[World], None]] = {
+SETUP_OF_STATE: dict[State, Callable[[World], None]] = {
     State.READY: lambda world: None,
     State.PENDING_ASYNC: pending,
     State.AWAITING_ACK: half_answered,
@@ -133,7 +133,7 @@ BRINGS: dict[State, Callable[[World], None]] = {
 # ------------------------------------------------------------------------------------------ before CONNECT
 
 
-def test_what_can_be_done_before_connecting(make: Make) -> None:
+def test_join_remove_and_close_are_allowed_before_connect(make: Make) -> None:
     world = make(Delivery.ORDERED)
     taken(world, State.UNINITIALIZED, SenderInput.JOIN, lambda: world.add(trainer(world), 0))
     taken(world, State.UNINITIALIZED, SenderInput.REMOVE, lambda: world.remove(trainer(world), 0))
@@ -142,7 +142,7 @@ def test_what_can_be_done_before_connecting(make: Make) -> None:
 
 
 @pytest.mark.parametrize("again", ["add", "remove"])
-def test_a_link_given_up_before_connecting_closes(make: Make, again: str) -> None:
+def test_a_link_replaced_or_removed_before_connect_is_closed(make: Make, again: str) -> None:
     world = make(Delivery.ORDERED)
     world.add(trainer(world), 0)
     first = newest(world)
@@ -159,69 +159,69 @@ def test_a_link_given_up_before_connecting_closes(make: Make, again: str) -> Non
 # -------------------------------------------------------------------------------------------------- receivers
 
 
-@pytest.mark.parametrize("state", BRINGS)
-def test_other_weights_that_are_applied_by_hand_are_no_version(world: World, state: State) -> None:
-    offered(world)
+@pytest.mark.parametrize("state", SETUP_OF_STATE)
+def test_weights_applied_by_hand_are_served_as_no_version(world: World, state: State) -> None:
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
-    BRINGS[state](world)
+    SETUP_OF_STATE[state](world)
     applied = world.fresh(fits=True)
     taken(world, state, ReceiverInput.INVALIDATED, lambda: world.apply_by_hand(worker(world), applied))
     assert worker(world).real.version is None
 
 
-@pytest.mark.parametrize("state", BRINGS)
+@pytest.mark.parametrize("state", SETUP_OF_STATE)
 def test_a_newer_sender_takes_over(world: World, state: State) -> None:
-    BRINGS[state](world)
-    overtake(world)
+    SETUP_OF_STATE[state](world)
+    connect_newer_copy(world)
     deliver(world, messages.Hello)
     taken(world, state, ReceiverInput.TAKEOVER, receive(world, held=True))
     assert worker(world).real.state is State.READY
 
 
-@pytest.mark.parametrize("state", BRINGS)
+@pytest.mark.parametrize("state", SETUP_OF_STATE)
 def test_an_older_sender_is_rejected(world: World, state: State) -> None:
-    BRINGS[state](world)
-    behind(world)
+    SETUP_OF_STATE[state](world)
+    connect_older_copy(world)
     deliver(world, messages.Hello)
     taken(world, state, ReceiverInput.REJECTED, receive(world, held=True))
 
 
-@pytest.mark.parametrize("state", BRINGS)
-def test_a_receiver_is_closed(world: World, state: State) -> None:
-    BRINGS[state](world)
+@pytest.mark.parametrize("state", SETUP_OF_STATE)
+def test_a_receiver_can_be_closed_twice_and_then_refuses_calls(world: World, state: State) -> None:
+    SETUP_OF_STATE[state](world)
     taken(world, state, ReceiverInput.CLOSE, lambda: world.close_worker(worker(world)))
     taken(world, State.CLOSED, ReceiverInput.CLOSE, lambda: world.close_worker(worker(world)))
     assert isinstance(world.receive(worker(world)), StateError)
     assert isinstance(world.apply_by_hand(worker(world), world.fresh()), StateError)
 
 
-@pytest.mark.parametrize("state", BRINGS)
+@pytest.mark.parametrize("state", SETUP_OF_STATE)
 def test_a_receiver_loses_its_link(world: World, state: State) -> None:
-    BRINGS[state](world)
+    SETUP_OF_STATE[state](world)
     world.cut(newest(world))
     taken(world, state, ReceiverInput.LINK_DOWN, receive(world, held=True))
 
 
-def test_an_answer_that_cannot_leave_takes_the_link_down(world: World) -> None:
-    offered(world)
+def test_an_answer_that_cannot_be_written_takes_the_link_down(world: World) -> None:
+    send_versions(world)
     world.deliver_all()
     world.cut(newest(world))
     taken(world, State.AWAITING_ACK, ReceiverInput.LINK_DOWN, receive(world))
     assert worker(world).real.version == 1
 
 
-def test_nothing_is_read_from_a_link_that_took_no_answer(world: World) -> None:
+def test_nothing_more_is_read_from_a_link_whose_answer_could_not_be_written(world: World) -> None:
     half_answered(world)
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     world.cut(newest(world))
     assert isinstance(world.receive(worker(world)), TransportError)
 
 
-def test_nothing_is_read_behind_a_goodbye(make: Make) -> None:
+def test_no_message_is_read_after_a_goodbye(make: Make) -> None:
     world = greeted(make(Delivery.REORDERED))
-    offered(world)
+    send_versions(world)
     network = newest(world).network
     update = next(parcel for parcel in network.in_flight if parcel.to is Side.SECOND)
     world.deliver(newest(world), update)
@@ -231,9 +231,9 @@ def test_nothing_is_read_behind_a_goodbye(make: Make) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_what_is_late_is_stale(make: Make, held: bool) -> None:
+def test_an_update_that_arrives_after_a_newer_one_is_stale(make: Make, held: bool) -> None:
     world = greeted(make(Delivery.REORDERED))
-    offered(world, 2)
+    send_versions(world, 2)
     deliver(world, messages.Update, 2)
     world.receive(worker(world), held)
     deliver(world, messages.Update, 1)
@@ -242,9 +242,9 @@ def test_what_is_late_is_stale(make: Make, held: bool) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_what_comes_twice_is_applied_once(make: Make, held: bool) -> None:
+def test_a_duplicate_update_is_applied_once(make: Make, held: bool) -> None:
     world = greeted(make(Delivery.AT_LEAST_ONCE))
-    offered(world)
+    send_versions(world)
     link_pair = newest(world)
     (update,) = [parcel for parcel in link_pair.network.in_flight if parcel.to is Side.SECOND]
     world.duplicate(link_pair, update)
@@ -255,7 +255,7 @@ def test_what_comes_twice_is_applied_once(make: Make, held: bool) -> None:
     taken(world, state, ReceiverInput.DUPLICATE, receive(world, held))
 
 
-def test_a_swap_that_breaks(world: World) -> None:
+def test_a_swap_that_breaks_closes_all_links_and_serves_no_version(world: World) -> None:
     world.set_mood(worker(world), "breaks")
     world.add(trainer(world), 0)
     world.deliver_all()
@@ -267,7 +267,7 @@ def test_a_swap_that_breaks(world: World) -> None:
     assert worker(world).real._driver.links() == []
 
 
-def test_what_was_pending_goes_with_its_link(world: World) -> None:
+def test_the_pending_update_is_dropped_with_its_link(world: World) -> None:
     pending(world)
     arrived = worker(world).model.arrived
     assert arrived is not None
@@ -277,8 +277,8 @@ def test_what_was_pending_goes_with_its_link(world: World) -> None:
     assert worker(world).real.state is State.UNINITIALIZED
 
 
-def test_a_swap_by_hand_that_breaks_leaves_no_version(world: World) -> None:
-    offered(world)
+def test_weights_applied_by_hand_whose_swap_breaks_leave_no_served_version(world: World) -> None:
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
     assert worker(world).real.version == 1
@@ -287,7 +287,7 @@ def test_a_swap_by_hand_that_breaks_leaves_no_version(world: World) -> None:
     assert worker(world).real.version is None
 
 
-def test_the_version_moves_with_the_weights(world: World) -> None:
+def test_serving_during_a_swap_gets_the_version_of_the_new_weights(world: World) -> None:
     """A `serving()` that waits in another thread while weights are swapped gets the version of the new weights."""
     seen: list[tuple[int | None, int]] = []
     real, policy = worker(world).real, worker(world).policy
@@ -303,7 +303,7 @@ def test_the_version_moves_with_the_weights(world: World) -> None:
         thread.start()
 
     real.target().swap = swap  # type: ignore[method-assign]
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
     thread.join()
@@ -313,8 +313,8 @@ def test_the_version_moves_with_the_weights(world: World) -> None:
 # ---------------------------------------------------------------------------------------------------- senders
 
 
-def test_a_rejoiner_that_serves_what_is_due_has_caught_up(world: World) -> None:
-    offered(world)
+def test_a_rejoining_worker_that_serves_the_version_due_has_caught_up(world: World) -> None:
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
     world.deliver_all()
@@ -334,16 +334,16 @@ def during(world: World, *script: Callable[[], object]) -> object:
     return world.wait(trainer(world), timeout=None)
 
 
-def test_what_can_come_while_a_caller_waits(world: World) -> None:
+def test_joins_losses_and_removals_are_handled_while_a_caller_waits(world: World) -> None:
     sender = trainer(world)
     world.add(sender, 1)
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
     world.abandon(sender)
     world.deliver_all()  # the ack of the first update, which is no longer owed
     world.add(sender, 2)  # it catches up with the first update
-    offered(world)
+    send_versions(world)
     world.poll(sender)
     for state, step, action in (
         (State.AWAITING_ACK, SenderInput.ARRIVED, lambda: (world.deliver_all(), world.receive(world.workers[2]))),
@@ -354,26 +354,26 @@ def test_what_can_come_while_a_caller_waits(world: World) -> None:
         taken(world, state, step, lambda action=action: during(world, action, world.deliver_all))
 
 
-def test_an_ack_of_what_was_abandoned_is_stale_for_a_waiting_caller(world: World) -> None:
+def test_an_ack_of_an_abandoned_update_is_stale_while_a_caller_waits(world: World) -> None:
     sender = trainer(world)
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     world.receive(worker(world))
-    offered(world)
+    send_versions(world)
     taken(world, State.AWAITING_ACK, SenderInput.STALE, lambda: during(world, world.deliver_all))
     assert sender.real.state is State.PENDING_ASYNC
 
 
 def test_a_joiner_catches_up_while_a_caller_waits(world: World) -> None:
     sender = trainer(world)
-    offered(world)
+    send_versions(world)
     world.add(sender, 1)
     script = (world.deliver_all, lambda: world.receive(world.workers[1]), world.deliver_all)
     taken(world, State.AWAITING_ACK, SenderInput.CAUGHT_UP, lambda: during(world, *script))
 
 
-def test_closing_from_another_thread_wakes_who_waits(world: World) -> None:
-    offered(world)
+def test_a_close_by_another_thread_ends_a_wait_with_an_abandoned_outcome(world: World) -> None:
+    send_versions(world)
     found = None
 
     def close_and_see() -> None:
@@ -385,22 +385,22 @@ def test_closing_from_another_thread_wakes_who_waits(world: World) -> None:
     assert [outcome.kind.name for outcome in found.report.outcomes.values()] == ["ABANDONED"]
 
 
-def test_a_link_that_loses_is_never_mute(make: Make) -> None:
+def test_updates_are_still_sent_over_a_lossy_link_after_several_were_lost(make: Make) -> None:
     world = greeted(make(Delivery.BEST_EFFORT))
     for _ in range(4):
-        offered(world)
+        send_versions(world)
         link_pair = newest(world)
         for parcel in link_pair.network.in_flight:
             world.drop(link_pair, parcel)
-    offered(world)
+    send_versions(world)
     world.deliver_all()
     assert world.receive(worker(world)) is True
     assert worker(world).real.version == 5
 
 
-def test_versions_that_overtake_are_understood(make: Make) -> None:
+def test_a_version_that_overtakes_an_older_one_is_applied(make: Make) -> None:
     world = greeted(make(Delivery.REORDERED))
-    offered(world, 2)
+    send_versions(world, 2)
     deliver(world, messages.Update, 2)
     assert world.receive(worker(world)) is True
     assert worker(world).real.version == 2

@@ -33,7 +33,7 @@ SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE
 ENOUGH = 100
 
 NUMBERS = st.integers(0, 63)
-WAYS = ("pickle", "copy", "deepcopy")
+COPY_METHODS = ("pickle", "copy", "deepcopy")
 _walked: set[Delivery] = set()
 
 
@@ -143,7 +143,7 @@ class Actions:
         if worker.model.state != "closed" and b % 4 == 3:
             self.receive(a, b)
             return
-        self.world.crash_worker(worker, one((*WAYS, "made"), a + b))
+        self.world.crash_worker(worker, one((*COPY_METHODS, "made"), a + b))
         for trainer in self.world.trainers[-1:] if b % 4 else ():
             self.world.add(trainer, worker.id)
 
@@ -158,14 +158,14 @@ class Actions:
     def abandon(self, a: int, b: int) -> None:
         self.world.abandon(self._trainer(a))
 
-    def wait_no_time(self, a: int, b: int) -> None:
+    def wait_with_timeout_0(self, a: int, b: int) -> None:
         self.world.wait(self._trainer(a), raises=b % 2 == 0)
 
     def send_async(self, a: int, b: int) -> None:
         pending = ("raise", "supersede", "wait", "supersede")[b % 4]
         self.world.send(self._trainer(a), self._targets(a, b), on_pending=pending, fits=b % 8 != 7)
 
-    def send_no_time(self, a: int, b: int) -> None:
+    def send_with_timeout_0(self, a: int, b: int) -> None:
         self.world.send(self._trainer(a), self._targets(a, b), blocks=True, raises=b % 2 == 0)
 
     def add(self, a: int, b: int) -> None:
@@ -195,7 +195,7 @@ class Actions:
         if len(self.world.trainers) == 3:
             self.crash_trainer(a, b)
         if len(self.world.trainers) < 3:
-            self.world.copy_trainer(self._trainer(a), one(WAYS, b))
+            self.world.copy_trainer(self._trainer(a), one(COPY_METHODS, b))
             copied = self.world.trainers[-1]
             for id in self.world.workers if b % 4 else ():
                 self.world.add(copied, id)
@@ -220,7 +220,16 @@ def named(names: Sequence[str]) -> st.SearchStrategy[str]:
 
 NETWORK = ("deliver", "deliver", "deliver_all", "round_trip", "drop", "duplicate", "cut", "clog")
 WORKERS = ("receive", "receive", "listen", "mood", "by_hand", "crash_worker", "close_worker", "half_answered")
-TRAINERS = ("send_async", "send_async", "send_no_time", "wait_no_time", "poll", "abandon", "add", "remove")
+TRAINERS = (
+    "send_async",
+    "send_async",
+    "send_with_timeout_0",
+    "wait_with_timeout_0",
+    "poll",
+    "abandon",
+    "add",
+    "remove",
+)
 RARELY = ("clock", "crash_worker", "connect", "close_worker", "copy_trainer", "crash_trainer", "close")
 DURING_A_WAIT = ("deliver", "deliver_all", "round_trip", "receive", *NETWORK, *WORKERS, *TRAINERS, *RARELY)
 
@@ -295,7 +304,7 @@ class Walk(RuleBasedStateMachine):
         return lambda: self._do(name, a, b)
 
     @invariant()
-    def all_is_as_the_model_says(self) -> None:
+    def state_equals_the_reference_model(self) -> None:
         self.world.compare()
         check_all(self.world)
 
@@ -305,7 +314,7 @@ class Walk(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("delivery", list(Delivery), ids=lambda delivery: delivery.value)
-def test_walks(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_walks_agree_with_the_reference_model(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     walk = type(f"Walk{delivery.value}", (Walk,), {"delivery": delivery})
     examples = max(1, int(settings().max_examples * SHARES[delivery]))
@@ -324,14 +333,14 @@ NOT_WALKED = {
 }
 
 
-def test_every_row_was_taken(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_walks_take_every_row(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
     directed = any(item.path.name == "test_directed.py" for item in request.session.items)
     if not directed or _walked != set(Delivery) or settings().max_examples < ENOUGH:
-        pytest.skip("only a run of the whole folder walks enough, and with HYPOTHESIS_PROFILE=ci")
+        pytest.skip("needs a run of the whole folder with HYPOTHESIS_PROFILE=ci")
     rows = [*SENDER_ROWS, *RECEIVER_ROWS]
     least = sorted(rows, key=lambda row: ROWS[row])
     with capsys.disabled():
         lines = [f"{type(step).__name__} {state.value} {step.value} {ROWS[state, step]}" for state, step in least[:8]]
         print("\nleast taken rows: " + "; ".join(lines))
     assert [row for row in least if ROWS[row] == 0 and row not in NOT_WALKED] == []
-    assert [row for row in NOT_WALKED if ROWS[row]] == [], "they are walked: take them off"
+    assert [row for row in NOT_WALKED if ROWS[row]] == [], "walks take these rows now: remove them from NOT_WALKED"

@@ -29,7 +29,7 @@ WORKERS = 2
 NUMBERS = st.integers(0, 15)
 
 
-class Staff:
+class WorkerProcesses:
     """Worker processes that are started before an example needs them. One that was killed is replaced."""
 
     def __init__(self, context: Any) -> None:
@@ -60,7 +60,7 @@ class Link(reference.Wire):
 class Fleet:
     """Senders, of which only the newest is used, their workers, and the models of all."""
 
-    def __init__(self, scheme: Any, staff: Staff, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, scheme: Any, staff: WorkerProcesses, patch: pytest.MonkeyPatch) -> None:
         self.scheme, self.staff = scheme, staff
         self.clock = Clock()
         patch.setattr("weightsync.clock.secrets", self.clock)
@@ -71,7 +71,7 @@ class Fleet:
         self.senders: list[tuple[WeightSender, reference.Sender]] = []
         self.workers: dict[int, reference.Receiver] = {}
         self.digests: dict[reference.Key, bytes] = {}
-        self.employ(WeightSender(scheme()))
+        self.add_sender(WeightSender(scheme()))
         for id in range(WORKERS):
             self.begin(id)
 
@@ -83,7 +83,7 @@ class Fleet:
     def model(self) -> reference.Sender:
         return self.senders[-1][1]
 
-    def employ(self, real: WeightSender) -> None:
+    def add_sender(self, real: WeightSender) -> None:
         self.senders.append((real, reference.Sender(self.clock.monotonic)))
 
     def begin(self, id: int) -> None:
@@ -204,7 +204,7 @@ class Fleet:
 
     def take_over(self, how: str) -> None:
         """Let a copy of the sender take the workers over, with links of its own."""
-        self.employ(_copied(self.real, how))
+        self.add_sender(_copied(self.real, how))
         for id in self.workers:
             self.add(id)
         self.connect()
@@ -269,7 +269,7 @@ class Walk(RuleBasedStateMachine):
     """A random walk over one scheme."""
 
     scheme: ClassVar[Any]
-    staff: ClassVar[Staff]
+    staff: ClassVar[WorkerProcesses]
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Walk(RuleBasedStateMachine):
             self.fleet.take_over(how)
 
     @invariant()
-    def all_is_as_the_model_says(self) -> None:
+    def state_equals_the_reference_model(self) -> None:
         self.fleet.compare()
 
     def teardown(self) -> None:
@@ -337,15 +337,17 @@ class Walk(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def staff(forkserver: Any) -> Iterator[Staff]:
-    staff = Staff(forkserver)
+def staff(forkserver: Any) -> Iterator[WorkerProcesses]:
+    staff = WorkerProcesses(forkserver)
     yield staff
     staff.end()
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_walks_of_processes(scheme: Any, staff: Staff, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_walks_of_worker_processes_agree_with_the_reference_model(
+    scheme: Any, staff: WorkerProcesses, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("CRITICAL", "weightsync")
     walk = type("Walk", (Walk,), {"scheme": scheme, "staff": staff})
     # 10 examples with the profile "ci".

@@ -434,7 +434,7 @@ class World:
 
     def close(self, trainer: Trainer) -> None:
         """Close the sender from another thread than that of the walk, which may be blocked in a call."""
-        self.same(lambda: _elsewhere(trainer.real.close), trainer.model.close)
+        self.same(lambda: _in_another_thread(trainer.real.close), trainer.model.close)
 
     def _noted(self, trainer: Trainer, found: Any) -> Any:
         report = getattr(found, "report", found)
@@ -478,7 +478,7 @@ class World:
         worker.policy.mood = worker.model.mood = mood
 
     def close_worker(self, worker: Worker) -> None:
-        self.same(lambda: _elsewhere(worker.real.close), worker.model.close)
+        self.same(lambda: _in_another_thread(worker.real.close), worker.model.close)
 
     def crash_worker(self, worker: Worker, how: str) -> None:
         """Kill a worker's process and start another with the same id, whose receiver is made as `how` says."""
@@ -543,7 +543,7 @@ def _copied(original: Any, how: str) -> Any:
     return ways[how](original)
 
 
-def _elsewhere(call: Callable[[], Any]) -> None:
+def _in_another_thread(call: Callable[[], Any]) -> None:
     """Call a function in another thread, and raise here what it raises."""
     raised: list[BaseException] = []
 

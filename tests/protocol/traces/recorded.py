@@ -103,7 +103,7 @@ def recorded(folder: Path, scenario: Callable[[], None] = play) -> Path:
     return file
 
 
-def recorded_apart(folder: Path) -> tuple[Path, Path]:
+def recorded_in_two_files(folder: Path) -> tuple[Path, Path]:
     """Record one send; return the trainer's file and the worker's, as two processes would leave them."""
     here, there = folder / "here", folder / "there"
     with recorder.record(here):

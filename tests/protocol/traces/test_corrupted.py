@@ -42,7 +42,7 @@ def damaged(file: Path) -> int:
     return 0 if damage is None else damage.line.number
 
 
-def test_the_run_conforms_and_a_forger_who_changes_nothing_is_not_refused(file: Path) -> None:
+def test_the_recorded_run_conforms_and_so_does_a_resealed_copy(file: Path) -> None:
     assert judged(file).findings == ()
     write(file, lines_of(file))
     assert judged(file).findings == ()
@@ -63,7 +63,7 @@ def find(lines: Lines, **wanted: Any) -> int:
     return next(i for i, line in enumerate(lines, 1) if all(line.get(name) == each for name, each in wanted.items()))
 
 
-def test_every_line_that_is_edited_is_named(file: Path) -> None:
+def test_each_edited_line_is_reported_by_its_number(file: Path) -> None:
     raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number in range(2, len(raw) + 1):
         changed = list(raw)
@@ -72,21 +72,21 @@ def test_every_line_that_is_edited_is_named(file: Path) -> None:
         assert damaged(file) == number
 
 
-def test_every_line_that_is_dropped_is_missed_at_the_next(file: Path) -> None:
+def test_each_deleted_line_is_reported_at_the_next_line(file: Path) -> None:
     raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number in range(2, len(raw)):
         file.write_text("".join(raw[: number - 1] + raw[number:]), encoding="utf-8")
         assert damaged(file) == number
 
 
-def test_every_line_that_is_written_twice_is_named(file: Path) -> None:
+def test_each_duplicated_line_is_reported_at_its_copy(file: Path) -> None:
     raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number in range(2, len(raw) + 1):
         file.write_text("".join(raw[:number] + raw[number - 1 :]), encoding="utf-8")
         assert damaged(file) == number + 1
 
 
-def test_every_two_lines_that_are_swapped_are_named(file: Path) -> None:
+def test_two_swapped_lines_are_reported_at_the_first(file: Path) -> None:
     raw = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number in range(2, len(raw)):
         swapped = [*raw[: number - 1], raw[number], raw[number - 1], *raw[number + 1 :]]
@@ -95,7 +95,7 @@ def test_every_two_lines_that_are_swapped_are_named(file: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [2, 40])
-def test_a_part_of_a_line_behind_the_others_is_what_a_killed_process_had_not_written(file: Path, cut: int) -> None:
+def test_a_truncated_last_line_is_accepted_because_its_process_may_have_been_killed(file: Path, cut: int) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-cut])
 
@@ -103,7 +103,7 @@ def test_a_part_of_a_line_behind_the_others_is_what_a_killed_process_had_not_wri
     assert len(read_file(file).lines) == whole.count(b"\n") - 1
 
 
-def test_a_line_that_lacks_only_its_end_is_judged(file: Path) -> None:
+def test_a_last_line_without_its_newline_is_verified(file: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     assert judged(file).findings == ()
@@ -114,7 +114,7 @@ def test_a_line_that_lacks_only_its_end_is_judged(file: Path) -> None:
     assert [found.line.number for found in judged(file).damages] == [whole.count(b"\n")]
 
 
-def test_a_run_conforms_wherever_its_process_was_killed(file: Path) -> None:
+def test_a_trace_that_ends_amid_any_line_conforms(file: Path) -> None:
     raw = file.read_bytes().splitlines(keepends=True)
     for number in range(1, len(raw)):
         file.write_bytes(b"".join(raw[:number]) + raw[number][:-9])
@@ -122,14 +122,14 @@ def test_a_run_conforms_wherever_its_process_was_killed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
-def test_a_line_that_is_cut_off_before_others_is_named(file: Path, cut: int) -> None:
+def test_a_truncated_line_before_other_lines_is_reported_by_its_number(file: Path, cut: int) -> None:
     raw = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*raw[:9], raw[9][:-cut], *raw[10:]]))
 
     assert [found.line.number for found in judged(file).damages] == [10]
 
 
-def test_an_edited_state_is_refused_beside_what_the_model_allows(file: Path) -> None:
+def test_an_edited_state_is_reported_with_the_rows_that_the_model_allows(file: Path) -> None:
     lines = lines_of(file)
     number = find(lines, what="step", input="WAIT_SETTLED")
     edited(file, number, '"after":"READY"', '"after":"CLOSED"')
@@ -143,7 +143,7 @@ def test_an_edited_state_is_refused_beside_what_the_model_allows(file: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "not a trace\n", '{"what":"header","format":99,"protocol":2}\n'])
-def test_what_is_no_trace_of_ours_is_not_judged(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_trace_raises_unreadable_trace_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "trace-1-a.jsonl"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(UnreadableTraceError, match=r"trace-1-a\.jsonl"):
@@ -154,9 +154,7 @@ def test_what_is_no_trace_of_ours_is_not_judged(tmp_path: Path, text: str) -> No
 
 
 @pytest.mark.parametrize(("name", "value"), [("what", []), ("t", 10**400), ("t", -1), ("role", []), ("model", {})])
-def test_a_line_whose_values_no_recorder_writes_is_named_though_all_is_sealed_anew(
-    file: Path, name: str, value: object
-) -> None:
+def test_impossible_values_in_a_resealed_trace_are_refused_at_their_line(file: Path, name: str, value: object) -> None:
     lines = lines_of(file)
     number = find(lines, what="sent")
     lines[number - 1] = {**lines[number - 1], name: value}
@@ -165,7 +163,7 @@ def test_a_line_whose_values_no_recorder_writes_is_named_though_all_is_sealed_an
 
 
 #: Kinds of lines that a trace does not need: if one is dropped, no other line shows that it was there.
-SILENT = {
+OPTIONAL_KINDS = {
     "refused",  # a refusal changes nothing
     "note",
     "end",
@@ -174,10 +172,10 @@ SILENT = {
 }
 
 
-def test_every_dropped_line_is_missed_though_all_is_sealed_anew_and_a_step_at_a_later_line(file: Path) -> None:
+def test_each_required_line_deleted_from_a_resealed_trace_is_noticed_and_a_step_at_a_later_line(file: Path) -> None:
     lines = lines_of(file)
     refused = {number: _dropped(file, lines, number) for number in range(1, len(lines))}
-    needed = [number for number in refused if not _may_be_missed(lines, number)]
+    needed = [number for number in refused if not _is_optional(lines, number)]
 
     assert [lines[number]["what"] for number in needed if not refused[number]] == []
     steps = [number for number in needed if lines[number]["what"] == "step"]
@@ -189,17 +187,17 @@ def _dropped(file: Path, lines: Lines, number: int) -> int:
     return first(judged(write(file, lines[:number] + lines[number + 1 :])))
 
 
-def _may_be_missed(lines: Lines, number: int) -> bool:
+def _is_optional(lines: Lines, number: int) -> bool:
     """Whether a trace may conform without one of its lines.
 
     A machine may have been killed at any time, and its goodbye need not arrive.
     """
     line = lines[number]
     after = [each for each in lines[number + 1 :] if each.get("m") == line.get("m")]
-    return line["what"] in SILENT or not after or all(each["what"] == "closed" for each in after)
+    return line["what"] in OPTIONAL_KINDS or not after or all(each["what"] == "closed" for each in after)
 
 
-def test_two_lines_of_a_machine_swapped_are_refused_though_all_is_sealed_anew(file: Path) -> None:
+def test_swapped_lines_of_one_machine_in_a_resealed_trace_are_refused_unless_they_commute(file: Path) -> None:
     lines = lines_of(file)
     passed = []
     for number in range(1, len(lines) - 1):
@@ -230,7 +228,7 @@ HARMLESS = {
 }
 
 #: Names of values that say nothing about the protocol.
-WORDS = {"t", "peer", "reason", "text", "m", "i", "n", "c", "role", "model", "what"}
+IRRELEVANT_FIELDS = {"t", "peer", "reason", "text", "m", "i", "n", "c", "role", "model", "what"}
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -271,13 +269,13 @@ def forged(value: Any) -> Any:
 
 
 @pytest.mark.timeout(300)
-def test_every_forged_value_is_refused_though_all_is_sealed_anew(file: Path) -> None:
+def test_each_forged_protocol_value_in_a_resealed_trace_is_refused(file: Path) -> None:
     lines = lines_of(file)
     passed, seen = [], set()
     for number, line in enumerate(lines):
         for path, value in leaves(line):
             kind = (*kind_of(line), *(name for name in path if not str(name).isdigit()), value is None)
-            if number and kind not in seen and not WORDS & {str(name) for name in path}:
+            if number and kind not in seen and not IRRELEVANT_FIELDS & {str(name) for name in path}:
                 seen.add(kind)
                 changed = copy.copy(lines)
                 changed[number] = _with(line, path, forged(value))
@@ -286,21 +284,21 @@ def test_every_forged_value_is_refused_though_all_is_sealed_anew(file: Path) -> 
     assert passed == []
 
 
-def test_a_handshake_that_loses_the_number_of_its_link_on_the_way_is_refused(file: Path) -> None:
+def test_a_received_handshake_without_the_number_of_its_link_is_refused(file: Path) -> None:
     lines = lines_of(file)
-    came = [
+    received_hellos = [
         number
         for number, line in enumerate(lines)
         if (line["what"], line.get("role"), line.get("message", {}).get("is")) == ("received", "receiver", "Hello")
     ]
-    for number in came:
+    for number in received_hellos:
         changed = copy.copy(lines)
         changed[number] = _with(lines[number], ("message", "link"), 0)
 
         found = first(judged(write(file, changed)))
 
         assert found
-    assert came
+    assert received_hellos
 
 
 def _with(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -317,7 +315,7 @@ def reports_in(lines: Lines) -> list[int]:
     return [number for number, line in enumerate(lines) if line["what"] == "reported"]
 
 
-def test_a_report_with_another_outcome_is_refused_at_its_line(file: Path) -> None:
+def test_a_report_with_a_wrong_outcome_is_refused_at_its_line(file: Path) -> None:
     lines = lines_of(file)
     kinds = {"APPLIED", "REFUSED", "TIMED_OUT", "LOST", "ABANDONED", "PENDING"}
     forged_kinds = set()
@@ -331,7 +329,7 @@ def test_a_report_with_another_outcome_is_refused_at_its_line(file: Path) -> Non
     assert forged_kinds >= {"APPLIED", "REFUSED", "TIMED_OUT", "ABANDONED", "PENDING"}
 
 
-def test_a_worker_left_out_of_a_report_is_missed_at_its_line(file: Path) -> None:
+def test_a_report_without_one_of_its_workers_is_refused_at_its_line(file: Path) -> None:
     lines = lines_of(file)
     for number in reports_in(lines):
         changed = copy.copy(lines)
@@ -348,7 +346,7 @@ def test_a_deadline_or_an_abandon_that_is_not_reported_to_the_caller_is_refused(
         assert _dropped(file, lines, report)
 
 
-def test_the_outcome_of_a_version_is_reported_once(file: Path) -> None:
+def test_a_second_report_of_a_finished_version_is_refused(file: Path) -> None:
     lines = lines_of(file)
     kinds = {n: {each["kind"] for each in lines[n]["outcomes"].values()} for n in reports_in(lines)}
     [number] = [n for n, named in kinds.items() if named == {"ABANDONED"}]
@@ -356,5 +354,5 @@ def test_the_outcome_of_a_version_is_reported_once(file: Path) -> None:
     assert first(judged(write(file, [*lines[: number + 1], *lines[number:]]))) == number + 2
 
 
-def test_traces_are_named_as_the_search_for_them_expects(good: Path) -> None:
+def test_trace_files_match_the_pattern_that_finds_them(good: Path) -> None:
     assert list(good.parent.glob(recorder.PATTERN)) == [good]

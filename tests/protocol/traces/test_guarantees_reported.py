@@ -106,12 +106,12 @@ def answer(**what: Any) -> dict[str, Callable[[Moment], Any]]:
     return {"event": lambda moment: changed(moment.event, answer=changed(moment.event.answer, **what))}
 
 
-def heard(**what: Any) -> dict[str, Callable[[Moment], Any]]:
+def with_event_message(**what: Any) -> dict[str, Callable[[Moment], Any]]:
     """Change the message that an event carries."""
     return {"event": lambda moment: changed(moment.event, message=changed(moment.event.message, **what))}
 
 
-def said(**what: Any) -> dict[str, Callable[[Moment], Any]]:
+def with_message(**what: Any) -> dict[str, Callable[[Moment], Any]]:
     return {"message": lambda moment: changed(moment.message, **what)}
 
 
@@ -125,7 +125,7 @@ def effect(kind: type, make: Callable[[Any], Any]) -> dict[str, Callable[[Moment
     return {"step": other}
 
 
-def asks(kind: type) -> Wanted:
+def has_effect(kind: type) -> Wanted:
     return lambda moment: moment.step is not None and any(isinstance(each, kind) for each in moment.step.effects)
 
 
@@ -149,16 +149,24 @@ SENDS, APPLIED = takes(sending.SendAsync, version=2), takes(receiving.Applied, v
 #: Each breach, and its fault: the role of the machine, the moment that is changed, and the change.
 WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
     "G1 AckNamesItsVersion: version 2 is applied, but its ack names 9": ("receiver", APPLIED, answer(version=9)),
-    "G1 AckNamesItsVersion: version 1 is sent with two digests": ("sender", leaves(1, worker=1), said(digest=OTHER)),
-    "G1 AckNamesItsVersion: an ack for another sender counts": ("sender", counts, heard(incarnation=1)),
+    "G1 AckNamesItsVersion: version 1 is sent with two digests": (
+        "sender",
+        leaves(1, worker=1),
+        with_message(digest=OTHER),
+    ),
+    "G1 AckNamesItsVersion: an ack for another sender counts": ("sender", counts, with_event_message(incarnation=1)),
     "G2 AckedMeansServed: digest 0101": ("receiver", APPLIED, answer(digest=OTHER)),
     "G2 AckedMeansServed: no digest was applied": ("receiver", APPLIED, answer(digest=b"")),
-    "G2 AckedMeansServed: the ack names the digest of other weights": ("sender", counts, heard(digest=OTHER)),
-    "G2 AckedMeansServed: the ack names no digest": ("sender", counts, heard(digest=b"")),
+    "G2 AckedMeansServed: the ack names the digest of other weights": (
+        "sender",
+        counts,
+        with_event_message(digest=OTHER),
+    ),
+    "G2 AckedMeansServed: the ack names no digest": ("sender", counts, with_event_message(digest=b"")),
     "G2 AckedMeansServed: worker 0 counts as APPLIED, but has not applied version 9": (
         "sender",
         counts,
-        heard(version=9),
+        with_event_message(version=9),
     ),
     "G4 ServingIsMonotone: its fence falls": ("receiver", APPLIED, after(fence=0)),
     "G4 ServingIsMonotone: version 0 is served after": (
@@ -190,7 +198,7 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
     "G7 OnlyTargetsChange: version 3 is sent to [1], which is no target of it": (
         "sender",
         leaves(2, worker=1),
-        said(version=3),
+        with_message(version=3),
     ),
     "G9 ClosedIsFinal: a closed machine takes another step": (
         "receiver",
@@ -198,10 +206,10 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
         {"state_before": lambda _: State.CLOSED},
     ),
     "G9 ClosedIsFinal: a closed machine": ("sender", SENDS, {"state_before": lambda _: State.CLOSED}),
-    "G11 OutcomesAreTrue: version 1 is over": ("sender", asks(sending.Conclude), concluded(owed={0: 1})),
+    "G11 OutcomesAreTrue: version 1 is over": ("sender", has_effect(sending.Conclude), concluded(owed={0: 1})),
     "G11 OutcomesAreTrue: version 1 is over, but its outcomes are those of []": (
         "sender",
-        asks(sending.Conclude),
+        has_effect(sending.Conclude),
         concluded(outcomes={}),
     ),
     "G12 LateJoinerCatchesUp: version 2 is due to it, but 0": ("sender", rejoins, greets(0)),
@@ -209,12 +217,12 @@ WRONG: dict[str, tuple[str, Wanted, dict[str, Callable[[Moment], Any]]]] = {
 }
 
 
-def test_a_run_whose_machines_are_right_breaks_no_guarantee(run: Run) -> None:
+def test_a_correct_run_breaches_no_guarantee(run: Run) -> None:
     assert run.breaches() == []
 
 
 @pytest.mark.parametrize("breach", WRONG)
-def test_what_a_pure_half_at_fault_does_is_reported(run: Run, breach: str) -> None:
+def test_each_fault_of_a_pure_half_is_reported_as_a_breach_of_its_guarantee(run: Run, breach: str) -> None:
     role, wanted, how = WRONG[breach]
     machine, index = run.find(role, wanted)
     line = machine.moments[index].line
@@ -224,7 +232,7 @@ def test_what_a_pure_half_at_fault_does_is_reported(run: Run, breach: str) -> No
     assert (line, breach) in [(each.line, f"{each.rule}: {each.what}"[: len(breach)]) for each in run.breaches()]
 
 
-def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
+def test_a_served_version_that_never_arrived_is_reported(run: Run) -> None:
     run.drop("receiver", arrives)
 
     [found] = run.breaches()
@@ -232,8 +240,8 @@ def test_a_version_that_is_served_and_never_came_is_reported(run: Run) -> None:
     assert (found.rule, found.what) == ("G2 AckedMeansServed", "version 1 never arrived")
 
 
-def test_an_ack_that_names_another_slot_than_the_one_that_arrived_is_reported(run: Run) -> None:
-    run.change("receiver", arrives, **said(digest=b"", slot=SlotRef(segment=1, seal=OTHER)))
+def test_an_ack_that_names_another_slot_than_the_update_is_reported(run: Run) -> None:
+    run.change("receiver", arrives, **with_message(digest=b"", slot=SlotRef(segment=1, seal=OTHER)))
 
     assert run.reported() == ["G2 AckedMeansServed"]
 
@@ -255,39 +263,41 @@ def too_late(run: Run) -> None:
 
 
 @pytest.mark.parametrize("wrong", [never, too_late])
-def test_an_ack_that_counts_though_its_worker_had_not_applied_is_reported(
+def test_an_ack_that_counts_before_its_worker_applied_the_version_is_reported(
     run: Run, wrong: Callable[[Run], None]
 ) -> None:
     wrong(run)
     assert run.reported() == ["G2 AckedMeansServed"]
 
 
-def test_by_another_clock_nobody_can_say_what_was_too_late(run: Run) -> None:
+def test_a_late_apply_is_not_reported_if_the_workers_clock_differs(run: Run) -> None:
     too_late(run)
     run.find("receiver", takes(receiving.Applied))[0].clock = "another host's"
     assert run.reported() == []
 
 
-def by_hand(run: Run) -> None:
+def acked_by_a_returned_call(run: Run) -> None:
     """Let the ack rest on a call that returned, and not on a receiver's answer."""
-    run.change("sender", counts, **heard(evidence=Evidence.CALL))
+    run.change("sender", counts, **with_event_message(evidence=Evidence.CALL))
 
 
-def at_fault(run: Run) -> None:
+def worker_trace_has_a_finding(run: Run) -> None:
     """Give the worker's trace a finding of its own. What the worker did after it is unknown."""
     machine, index = run.find("receiver", arrives)
     machine.finding = Finding(machine.moments[index].line, "it is not as it must be")
 
 
-def unrecorded(run: Run) -> None:
+def worker_recording_ended(run: Run) -> None:
     """End the recording of the worker. What the worker did after it is unknown."""
     machine, _ = run.find("receiver", arrives)
     machine.ended = 0
     machine.moments = [moment for moment in machine.moments if moment.state is not State.CLOSED]
 
 
-@pytest.mark.parametrize("excuse", [by_hand, at_fault, unrecorded])
-def test_what_a_worker_did_is_not_asked_where_nobody_can_know(run: Run, excuse: Callable[[Run], None]) -> None:
+@pytest.mark.parametrize("excuse", [acked_by_a_returned_call, worker_trace_has_a_finding, worker_recording_ended])
+def test_a_missing_apply_is_not_reported_if_the_workers_actions_are_unknown(
+    run: Run, excuse: Callable[[Run], None]
+) -> None:
     never(run)
     excuse(run)
     assert run.reported() == []
@@ -296,16 +306,16 @@ def test_what_a_worker_did_is_not_asked_where_nobody_can_know(run: Run, excuse: 
 # -------------------------------------------------------------------------------------------- the network
 
 
-def comes(version: int) -> Wanted:
+def update_arrives(version: int) -> Wanted:
     """A condition: the update of this version arrives."""
     return lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Update) and m.message.version == version
 
 
-def test_an_update_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(run: Run) -> None:
-    machine, index = run.find("receiver", comes(1))
+def test_an_update_lost_on_an_ordered_link_is_reported_when_a_later_one_arrives(run: Run) -> None:
+    machine, index = run.find("receiver", update_arrives(1))
     link = machine.moments[index].link
-    assert any(comes(2)(moment) and moment.link == link for moment in machine.moments)
-    run.drop("receiver", comes(1))
+    assert any(update_arrives(2)(moment) and moment.link == link for moment in machine.moments)
+    run.drop("receiver", update_arrives(1))
 
     [found] = run.network.findings()
 
@@ -314,7 +324,7 @@ def test_an_update_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(r
     assert found.allowed == ("this link promises ORDERED",)
 
 
-def test_an_answer_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(run: Run) -> None:
+def test_an_ack_lost_on_an_ordered_link_is_reported_when_a_later_answer_arrives(run: Run) -> None:
     run.drop("sender", lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Ack) and m.message.version == 1)
 
     [found] = run.network.findings()
@@ -324,7 +334,9 @@ def test_an_answer_that_an_ordered_link_loses_is_missed_when_a_later_one_comes(r
 
 def too_early(run: Run) -> None:
     """Let version 1 arrive before it is sent."""
-    run.change("receiver", comes(1), line=lambda moment: replace(moment.line, fields={**moment.line.fields, "t": 0}))
+    run.change(
+        "receiver", update_arrives(1), line=lambda moment: replace(moment.line, fields={**moment.line.fields, "t": 0})
+    )
 
 
 def test_a_message_that_arrives_before_it_was_sent_is_reported(run: Run) -> None:
@@ -335,15 +347,15 @@ def test_a_message_that_arrives_before_it_was_sent_is_reported(run: Run) -> None
     assert "it arrived before it was sent" in found.what
 
 
-def test_by_another_clock_nobody_can_say_what_arrived_too_early(run: Run) -> None:
+def test_an_early_arrival_is_not_reported_if_the_workers_clock_differs(run: Run) -> None:
     too_early(run)
-    run.find("receiver", comes(1))[0].clock = "another host's"
+    run.find("receiver", update_arrives(1))[0].clock = "another host's"
 
     assert list(run.network.findings()) == []
 
 
-def test_an_update_of_a_sender_whose_handshake_never_arrived_over_its_link_is_reported(run: Run) -> None:
-    run.change("receiver", comes(1), **said(incarnation=LATE))
+def test_an_update_of_a_sender_without_a_handshake_on_its_link_is_reported(run: Run) -> None:
+    run.change("receiver", update_arrives(1), **with_message(incarnation=LATE))
 
     [found] = run.network.findings()
 

@@ -66,7 +66,7 @@ def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_one_that_says_why_is_left_out(
+def test_a_nonconforming_trace_fails_the_session_and_untraced_tests_are_not_recorded(
     tmp_path: Path,
 ) -> None:
     """Under xdist, each worker verifies what it has recorded, and the session reports the results of all."""
@@ -84,7 +84,7 @@ def test_a_trace_that_does_not_conform_fails_the_session_and_names_its_test_and_
     assert json.loads(counts.read_text(encoding="utf-8")) == {"test_played.py::test_that_conforms": [1, EVENTS]}
 
 
-def test_the_session_fails_for_one_of_its_workers_and_tells_of_all(tmp_path: Path) -> None:
+def test_one_failing_xdist_worker_fails_the_session_and_the_results_of_all_are_reported(tmp_path: Path) -> None:
     counts, lines = tmp_path / "counts.json", list[str]()
     reporter = pytest_plugin.TraceReporter(tmp_path, None, False, counts)
     wrong = pytest_plugin.TraceResult("gw0", runs=1, wrong=1, shown=["in b:"], counts={"a": (1, 7), "b": (1, 2)})
@@ -103,7 +103,7 @@ def test_the_session_fails_for_one_of_its_workers_and_tells_of_all(tmp_path: Pat
     assert {"in b:", "2 traces of 5 events conform (0.0 s)"} <= set(lines)
 
 
-def test_the_session_fails_if_tlc_does_and_says_why_and_keeps_the_traces(
+def test_a_tlc_failure_fails_the_session_prints_the_reason_and_keeps_the_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -136,7 +136,7 @@ def test_the_session_fails_if_tlc_does_and_says_why_and_keeps_the_traces(
         ("traces", "file/traces", "No traces can be kept in .*file/traces: Not a directory"),
     ],
 )
-def test_what_cannot_be_written_is_a_usage_error_before_the_first_test(
+def test_an_invalid_output_path_is_a_usage_error_before_the_first_test(
     option: str, given: str, why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_a_usage_error_before_the_first_test(
         pytest_plugin.pytest_configure(config)
 
 
-def test_a_folder_that_may_not_be_written_is_a_usage_error_before_the_first_test(
+def test_a_folder_without_write_permission_is_a_usage_error_before_the_first_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
@@ -160,7 +160,7 @@ def test_a_folder_that_may_not_be_written_is_a_usage_error_before_the_first_test
 
 
 @pytest.mark.parametrize("text", ["of another release\n", None])
-def test_the_traces_of_earlier_sessions_in_the_folder_are_kept_and_not_judged(tmp_path: Path, text: str | None) -> None:
+def test_traces_of_earlier_sessions_are_kept_and_not_verified(tmp_path: Path, text: str | None) -> None:
     earlier = recorded(tmp_path)
     if text is not None:
         earlier.write_text(text, encoding="utf-8")

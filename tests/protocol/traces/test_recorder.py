@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from recorded import Cast, judged, lines_of, model, play, recorded, recorded_apart, write
+from recorded import Cast, judged, lines_of, model, play, recorded, recorded_in_two_files, write
 
 import weightsync
 from weightsync.engine import recorder as tracing
@@ -33,7 +33,7 @@ SCHEMES = [weightsync.MultiProcessWeightSyncScheme, weightsync.SharedMemWeightSy
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_run_over_each_cheap_transport_conforms(tmp_path: Path, scheme: Callable[[], Any]) -> None:
+def test_runs_over_pipes_and_shared_memory_conform(tmp_path: Path, scheme: Callable[[], Any]) -> None:
     verdict = judged(recorded(tmp_path, lambda: play(scheme())))
 
     assert verdict.findings == ()
@@ -41,14 +41,14 @@ def test_a_run_over_each_cheap_transport_conforms(tmp_path: Path, scheme: Callab
     assert verdict.events > 100
 
 
-def test_the_page_names_every_kind_of_line() -> None:
+def test_tracing_md_names_every_kind_of_line() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tracing.md").read_text(encoding="utf-8")
     [row] = [line for line in page.splitlines() if line.startswith("| `what` ")]
 
     assert sorted(re.findall(r"`(\w+)`", row)) == sorted({"what", *(each.value for each in tracing.What)} - {"header"})
 
 
-def test_machines_that_never_talked_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_machines_that_exchanged_no_messages_belong_to_separate_runs(tmp_path: Path) -> None:
     verdict = judged(recorded(tmp_path, lambda: [_conversation(), _conversation()]))
 
     assert [len(run.machines) for run in verdict.runs if len(run.machines) > 1] == [3, 3]
@@ -62,7 +62,7 @@ def _conversation() -> None:
     cast.close()
 
 
-def test_a_call_that_is_refused_is_recorded_with_its_event_and_its_error(tmp_path: Path) -> None:
+def test_a_refused_call_is_recorded_with_its_event_and_error(tmp_path: Path) -> None:
     def scenario() -> None:
         sender, receiver = RecordedSenderDriver("policy", records), RecordedReceiverDriver("policy", records)
         with pytest.raises(weightsync.StateError):
@@ -81,7 +81,7 @@ def test_a_call_that_is_refused_is_recorded_with_its_event_and_its_error(tmp_pat
 
 
 @pytest.mark.parametrize("interrupted", ["note", "born", "end"])
-def test_a_line_after_which_an_interrupt_comes_counts(
+def test_an_interrupt_after_a_line_was_written_leaves_a_valid_trace(
     tmp_path: Path, interrupted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = os.write
@@ -113,7 +113,7 @@ def test_a_line_after_which_an_interrupt_comes_counts(
 # --------------------------------------------------------------------------------------------------- births
 
 
-def test_new_copied_and_unpickled_machines_are_born_and_start_empty(tmp_path: Path) -> None:
+def test_new_copied_and_unpickled_senders_are_each_recorded_as_born(tmp_path: Path) -> None:
     def scenario() -> None:
         cast = Cast()
         cast.sender.connect()
@@ -127,7 +127,7 @@ def test_new_copied_and_unpickled_machines_are_born_and_start_empty(tmp_path: Pa
     assert judged(file).conforms
 
 
-def test_a_forked_child_has_a_file_of_its_own_in_which_its_copies_are_born(tmp_path: Path) -> None:
+def test_a_forked_child_records_its_copies_of_machines_in_its_own_file(tmp_path: Path) -> None:
     with tracing.record(tmp_path):
         cast = Cast()
         cast.sender.connect()
@@ -146,7 +146,7 @@ def test_a_forked_child_has_a_file_of_its_own_in_which_its_copies_are_born(tmp_p
     assert verify([tmp_path]).conforms
 
 
-def test_a_forked_child_in_which_nothing_is_born_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
+def test_a_forked_child_without_machines_does_not_write_to_its_parents_file(tmp_path: Path) -> None:
     with tracing.record(tmp_path) as recorder:
         recorder.note("the parent's")
         # Free the machines that other tests have left: the child would have copies of them, which are born.
@@ -170,7 +170,7 @@ def _receive_and_be_killed(end: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed_leaves_a_trace_that_conforms_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_the_trace_of_a_killed_worker_conforms_up_to_its_end(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     with tracing.record(tmp_path):
         ours, theirs = context.Pipe()
@@ -199,7 +199,7 @@ def test_bytes_that_differ_anywhere_are_recorded_differently(size: int) -> None:
     assert len(texts) == size
 
 
-def test_the_environment_switches_it_on_in_another_process(tmp_path: Path) -> None:
+def test_an_environment_variable_turns_recording_on_in_another_process(tmp_path: Path) -> None:
     program = "import weightsync; weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme()).close()"
     environment = {**os.environ, tracing.ENVIRONMENT: str(tmp_path / "traces")}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=100)
@@ -210,7 +210,7 @@ def test_the_environment_switches_it_on_in_another_process(tmp_path: Path) -> No
     assert verdict.events == 2
 
 
-def test_recording_ends_with_its_block_and_the_machines_go_on(tmp_path: Path) -> None:
+def test_recording_ends_with_its_with_block_and_the_machines_keep_working(tmp_path: Path) -> None:
     with tracing.record(tmp_path):
         cast = Cast()
         cast.sender.send_async(model(1.0))
@@ -227,7 +227,7 @@ def test_recording_ends_with_its_block_and_the_machines_go_on(tmp_path: Path) ->
 
 @pytest.mark.parametrize("hours_up", [0, 1_000_000], ids=["a host just started", "a host up for a century"])
 def test_times_of_different_clocks_are_not_compared(tmp_path: Path, hours_up: int) -> None:
-    _, file = recorded_apart(tmp_path)
+    _, file = recorded_in_two_files(tmp_path)
     lines = lines_of(file)
     first = min(line["t"] for line in lines)
     lines = [{**line, "t": line["t"] - first + hours_up * 3_600_000_000_000} for line in lines]
@@ -237,7 +237,7 @@ def test_times_of_different_clocks_are_not_compared(tmp_path: Path, hours_up: in
     assert verify([tmp_path]).findings == ()
 
 
-def test_messages_of_machines_in_no_file_are_counted_and_not_refused(tmp_path: Path) -> None:
+def test_messages_of_unrecorded_machines_are_counted_and_not_refused(tmp_path: Path) -> None:
     cast = Cast()
     with tracing.record(tmp_path):
         seen = cast.worker()
@@ -297,7 +297,7 @@ def _instructions() -> tuple[int, set[str]]:
         cast.close()
 
 
-def test_a_step_runs_no_instruction_of_the_recorder_while_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_executes_no_recorder_code_while_recording_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(tracing.ENVIRONMENT, raising=False)
     monkeypatch.setattr(tracing, "_recorders", [])
 
@@ -312,7 +312,7 @@ def test_a_step_runs_no_instruction_of_the_recorder_while_it_is_off(monkeypatch:
     assert not {file for file in files if Path(file).stem in ("recorder", "recorded_drivers")}
 
 
-def test_the_drivers_name_no_recorder_so_that_off_is_the_code_without_the_hook() -> None:
+def test_the_unrecorded_drivers_do_not_refer_to_the_recorder() -> None:
     for driver in (SenderDriver, ReceiverDriver):
         names = {name for each in vars(driver).values() for name in _names(each)}
         names.discard("trace_context")  # a field of updates, for OpenTelemetry
@@ -324,7 +324,7 @@ def _names(function: Any) -> set[str]:
     return set() if code is None else {*code.co_names, *code.co_freevars}
 
 
-def test_the_probe_sees_a_recorder_that_is_on(tmp_path: Path) -> None:
+def test_the_probe_sees_recorder_code_while_recording_is_on(tmp_path: Path) -> None:
     with tracing.record(tmp_path):
         on, files = _instructions()
 
@@ -340,12 +340,12 @@ def _no_late_steps(self: Any, what: Any, model_id: str, **said: Any) -> None:
         _tell(self, what, model_id, **said)
 
 
-def _no_messages_taken(self: Any, what: Any, model_id: str, **said: Any) -> None:
+def _no_messages_received(self: Any, what: Any, model_id: str, **said: Any) -> None:
     if what is not tracing.What.RECEIVED:
         _tell(self, what, model_id, **said)
 
 
-def _no_messages_given(self: Any, what: Any, model_id: str, **said: Any) -> None:
+def _no_messages_sent(self: Any, what: Any, model_id: str, **said: Any) -> None:
     if what is not tracing.What.SENT:
         _tell(self, what, model_id, **said)
 
@@ -365,7 +365,7 @@ def _no_births(self: Any, what: Any, model_id: str, **said: Any) -> None:
         _tell(self, what, model_id, **said)
 
 
-def _before_for_after(self: Any, what: Any, model_id: str, **said: Any) -> None:
+def _state_before_in_place_of_after(self: Any, what: Any, model_id: str, **said: Any) -> None:
     if what is tracing.What.STEP:
         said["after"] = said["before"]
     _tell(self, what, model_id, **said)
@@ -377,19 +377,19 @@ def _no_effects(self: Any, what: Any, model_id: str, **said: Any) -> None:
     _tell(self, what, model_id, **said)
 
 
-def _the_first_data_for_ever(self: Any, what: Any, model_id: str, **said: Any) -> None:
+def _initial_data_in_every_line(self: Any, what: Any, model_id: str, **said: Any) -> None:
     if "data" in said:
         said["data"] = type(said["data"])()
     _tell(self, what, model_id, **said)
 
 
-def _one_link_for_all(self: Any, what: Any, model_id: str, **said: Any) -> None:
+def _link_1_in_every_line(self: Any, what: Any, model_id: str, **said: Any) -> None:
     if "link" in said and what is not tracing.What.LINK:
         said["link"] = 1
     _tell(self, what, model_id, **said)
 
 
-def _every_tenth_is_lost(self: Any, what: Any, model_id: str, **said: Any) -> None:
+def _every_tenth_line_lost(self: Any, what: Any, model_id: str, **said: Any) -> None:
     if next(_lost) % 10:
         _tell(self, what, model_id, **said)
     else:
@@ -404,20 +404,22 @@ _lost = itertools.count(1)
     "fault",
     [
         _no_late_steps,
-        _no_messages_taken,
-        _no_messages_given,
+        _no_messages_received,
+        _no_messages_sent,
         _no_closes,
         _no_invalidation,
         _no_births,
-        _before_for_after,
+        _state_before_in_place_of_after,
         _no_effects,
-        _the_first_data_for_ever,
-        _one_link_for_all,
-        _every_tenth_is_lost,
+        _initial_data_in_every_line,
+        _link_1_in_every_line,
+        _every_tenth_line_lost,
     ],
     ids=lambda fault: fault.__name__.strip("_"),
 )
-def test_a_fault_in_the_recorder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+def test_a_faulty_recorder_writes_a_trace_that_does_not_conform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
     monkeypatch.setattr(tracing.Life, "tell", fault)
 
     assert not judged(recorded(tmp_path)).conforms
@@ -425,7 +427,7 @@ def test_a_fault_in_the_recorder_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("driver", [RecordedSenderDriver, RecordedReceiverDriver])
 @pytest.mark.parametrize("name", ["_step", "_write", "_close_link"])
-def test_a_hook_that_is_left_out_is_refused(
+def test_a_recorder_without_one_of_its_hooks_writes_a_trace_that_does_not_conform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: type, name: str
 ) -> None:
     monkeypatch.delattr(driver, name)
@@ -434,7 +436,7 @@ def test_a_hook_that_is_left_out_is_refused(
 
 
 @pytest.mark.parametrize("folder", [None, 3, "", b"traces", "tra\0ces"])
-def test_what_is_no_path_is_refused_and_nothing_is_recorded(folder: Any) -> None:
+def test_a_folder_that_is_not_a_path_is_refused_and_nothing_is_recorded(folder: Any) -> None:
     before = dict(os.environ), tracing.recorder()
     with pytest.raises(weightsync.ConfigurationError, match=r"^recorder.record\(\) was given"), tracing.record(folder):
         raise AssertionError("it is a path")

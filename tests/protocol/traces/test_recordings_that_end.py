@@ -52,7 +52,7 @@ def _send(cast: Cast, value: float) -> None:
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_what_goes_on_behind_the_end_of_a_recording_is_counted_and_not_refused(tmp_path: Path, role: str) -> None:
+def test_messages_after_the_end_of_a_recording_are_counted_and_not_refused(tmp_path: Path, role: str) -> None:
     verdict = verify(_two_recordings(tmp_path, role))
 
     assert verdict.findings == ()
@@ -62,7 +62,7 @@ def test_what_goes_on_behind_the_end_of_a_recording_is_counted_and_not_refused(t
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-def test_what_came_before_the_end_of_a_recording_must_have_been_reported(tmp_path: Path, role: str) -> None:
+def test_messages_missing_before_the_end_of_a_recording_are_refused(tmp_path: Path, role: str) -> None:
     short, whole = _two_recordings(tmp_path, role)
     [file] = short.glob(tracing.PATTERN)
     lines = lines_of(file)
@@ -74,7 +74,7 @@ def test_what_came_before_the_end_of_a_recording_must_have_been_reported(tmp_pat
     assert {found.rule for found in verdict.findings} >= {"the network"}
 
 
-def test_nothing_comes_behind_the_end_of_a_recording(tmp_path: Path) -> None:
+def test_a_line_after_the_end_of_a_recording_is_refused(tmp_path: Path) -> None:
     file = recorded(tmp_path)
     lines = lines_of(file)
     write(file, [*lines[:-2], lines[-1], lines[-2]])

@@ -41,20 +41,20 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Modelled:
     return modelled(run, Bounds())
 
 
-def test_forged_runs_are_not_followed_and_the_true_one_is(tools: Toolchain, good: Modelled) -> None:
+def test_tlc_follows_the_recorded_run_and_none_of_its_illegal_forgeries(tools: Toolchain, good: Modelled) -> None:
     forgeries = [*_dropped(good), *_swapped(good), *_forged(good)]
     accepted = accepted_of(tools, [good, *(trace for _, trace in forgeries)])
 
     assert 1 in accepted
     assert len(forgeries) > 400
     followed = [forgeries[number - 2][0] for number in sorted(accepted - {1})]
-    assert [how for how in followed if how.partition("'a': '")[2].partition("'")[0] not in LEGAL] == []
+    assert [how for how in followed if how.partition("'a': '")[2].partition("'")[0] not in HARMLESS_ACTIONS] == []
 
 
 def _dropped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
     """Runs without one event, after which its machine has further events."""
     for number, act in enumerate(good.acts):
-        later = any(_who(each) == _who(act) for each in good.acts[number + 1 :])
+        later = any(_machine_of(each) == _machine_of(act) for each in good.acts[number + 1 :])
         if act.action["a"] != "Copy" and later:
             yield f"without {act.action}", replace(good, acts=[*good.acts[:number], *good.acts[number + 1 :]])
 
@@ -62,24 +62,26 @@ def _dropped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
 #: Actions that may as well not have happened, or have happened later: late messages (an ack that comes before the
 #: answer to the handshake completes the handshake; an answer that is not owed), a loss that a takeover comes before,
 #: events that are a machine's last or happen twice.
-LEGAL = {"AnswerHello", "AnswerRefusal", "LinkDown", "Wait", "CloseReceiver"}
+HARMLESS_ACTIONS = {"AnswerHello", "AnswerRefusal", "LinkDown", "Wait", "CloseReceiver"}
 
 
-def _who(act: RecordedAction) -> tuple[Any, ...]:
+def _machine_of(act: RecordedAction) -> tuple[Any, ...]:
     return act.action.get("who"), act.action.get("s" if act.action.get("who") == "s" else "w")
 
 
 def _swapped(good: Modelled) -> Iterator[tuple[str, Modelled]]:
     """Runs in which two successive events of one machine change places."""
     for number, act in enumerate(good.acts):
-        after = next((i for i in range(number + 1, len(good.acts)) if _who(good.acts[i]) == _who(act)), None)
+        after = next(
+            (i for i in range(number + 1, len(good.acts)) if _machine_of(good.acts[i]) == _machine_of(act)), None
+        )
         if after is not None:
             acts = list(good.acts)
             acts[number], acts[after] = acts[after], acts[number]
             yield f"{act.action} after {good.acts[after].action}", replace(good, acts=acts)
 
 
-SHOWN = {"st", "inc", "v", "all", "members", "out", "link", "fence", "decided", "pending", "served", "answer"}
+COMPARED_FIELDS = {"st", "inc", "v", "all", "members", "out", "link", "fence", "decided", "pending", "served", "answer"}
 
 
 def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
@@ -87,7 +89,7 @@ def _forged(good: Modelled) -> Iterator[tuple[str, Modelled]]:
     for number, act in enumerate(good.acts):
         for name, value in act.action.items():
             free = name == "out" and not act.action["reported"]
-            if name in SHOWN and not free:
+            if name in COMPARED_FIELDS and not free:
                 forged = RecordedAction(act.line, {**act.action, name: _other(value)})
                 yield f"{name} of {act.action}", replace(good, acts=[*good.acts[:number], forged])
 
@@ -122,7 +124,7 @@ def _joiners_are_due_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_refusals_count_as_applied, _joiners_are_due_nothing])
-def test_a_fault_in_a_pure_half_is_refused_by_the_model_and_its_line_named(
+def test_the_model_refuses_a_run_with_a_faulty_pure_half_and_names_the_line(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     fault(monkeypatch)
@@ -137,7 +139,7 @@ def test_a_fault_in_a_pure_half_is_refused_by_the_model_and_its_line_named(
     assert event == {"_refusals_count_as_applied": "Answer", "_joiners_are_due_nothing": "Join"}[fault.__name__]
 
 
-def test_runs_beyond_the_bounds_are_counted(tools: Toolchain, tmp_path: Path) -> None:
+def test_runs_beyond_the_bounds_of_the_model_are_counted_as_left_out(tools: Toolchain, tmp_path: Path) -> None:
     verdict = judged(recorded(tmp_path))
 
     assert follow(tools, verdict.runs, Bounds(versions=2)).left_out == {"more than 2 versions": 1}
@@ -166,7 +168,7 @@ def _below_a_known_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     cast.close()
 
 
-def test_a_sender_below_a_fence_that_a_closed_one_was_told_is_counted_as_left_out(
+def test_a_run_with_a_sender_below_a_closed_senders_fence_is_counted_as_left_out(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdict = judged(recorded(tmp_path, lambda: _below_a_known_fence(monkeypatch)))
@@ -187,7 +189,7 @@ def _sends(count: int) -> None:
     cast.close()
 
 
-def test_one_run_for_each_action_is_asked_whether_following_adds_nothing_and_the_others_are_followed_in_batches(
+def test_following_is_checked_on_runs_that_cover_every_action_and_the_other_runs_go_in_batches(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for count in (1, 2, 3):
@@ -216,7 +218,7 @@ def test_one_run_for_each_action_is_asked_whether_following_adds_nothing_and_the
 # -------------------------------------------------------------- workers that are killed before they write what they did
 
 
-def _until(event: type | tuple[()], end: Any) -> None:
+def _receive_until_killed(event: type | tuple[()], end: Any) -> None:
     """The main function of a worker that receives once. It is killed before it records `event`, if that is a type."""
     shipped = recorder.Life.tell
 
@@ -233,7 +235,7 @@ def _until(event: type | tuple[()], end: Any) -> None:
 
 
 @pytest.mark.parametrize("event", [receiving.HelloArrived, receiving.Answered], ids=lambda each: each.__name__)
-def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so_is_its_next_life(
+def test_a_worker_killed_before_it_recorded_its_last_step_is_followed_and_so_is_its_restart(
     tools: Toolchain, tmp_path: Path, event: type
 ) -> None:
     context = multiprocessing.get_context("fork")
@@ -241,7 +243,7 @@ def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so
         sender = weightsync.WeightSender(weightsync.MultiProcessWeightSyncScheme())
         for until in (event, ()):
             ours, theirs = context.Pipe()
-            child = context.Process(target=_until, args=(until, theirs))
+            child = context.Process(target=_receive_until_killed, args=(until, theirs))
             child.start()
             theirs.close()
             sender.add_worker(0, ours)
@@ -257,7 +259,7 @@ def test_a_worker_that_was_killed_before_it_wrote_what_it_did_is_followed_and_so
     assert [machine.role for run in runs for machine in run.machines].count("receiver") == 2
 
 
-def test_an_answer_that_left_and_of_which_its_worker_never_knew_is_followed(
+def test_an_ack_that_was_sent_without_the_workers_knowledge_is_followed(
     tools: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightsync.engine.receiver_driver.Steady", type("Unsteady", (), {}))
