@@ -200,7 +200,7 @@ _HOMES = {
 }
 
 # Before all other finders: they take a folder without modules, left under a former name, for a namespace package.
-sys.meta_path.insert(0, names.FormerHomes())
+sys.meta_path.insert(0, names.FormerModuleFinder())
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 

@@ -40,7 +40,7 @@ _clock = Clock()
 
 
 @contextlib.contextmanager
-def replaced_by(clock: Clock) -> Iterator[None]:
+def use_clock(clock: Clock) -> Iterator[None]:
     """Use another clock for all of weightsync in this process, inside the block."""
     global _clock  # noqa: PLW0603 - a process has one clock
     before, _clock = _clock, clock

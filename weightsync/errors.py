@@ -83,9 +83,9 @@ class StateError(WeightSyncError):
         steps: Sequence[tuple[str, str, str]] = (),
     ) -> None:
         where = f"the {machine} is {state}"
-        allows = f" and allows {', '.join(map(_call, allowed))}" if allowed else ""
+        allows = f" and allows {', '.join(map(_call_text, allowed))}" if allowed else ""
         reason = f"{hint} Nothing has changed: {where}{allows}." if hint else f"{where}{allows}. Nothing has changed."
-        super().__init__(f"{_call(asked)}: {reason}")
+        super().__init__(f"{_call_text(asked)}: {reason}")
         self.machine = machine
         self.state = state
         self.asked = asked
@@ -93,7 +93,7 @@ class StateError(WeightSyncError):
         self.steps: tuple[tuple[str, str, str], ...] = tuple(steps)
 
 
-def _call(method: str) -> str:
+def _call_text(method: str) -> str:
     return f"{method}()" if method.isidentifier() else method
 
 

@@ -171,7 +171,7 @@ def enter(work: Callable[..., None], channel: connection.Connection, *arguments:
         channel.recv()  # `_WORK`: the trainer knows this process, and ends it
     except (EOFError, OSError):
         return  # Ctrl-C came while it started
-    with failures_sent(channel):
+    with report_failures(channel):
         work(channel, *arguments)
     # Threads of TorchRL's and of torch's RPC would keep the process.
     sys.stdout.flush()
@@ -179,7 +179,7 @@ def enter(work: Callable[..., None], channel: connection.Connection, *arguments:
 
 
 @contextlib.contextmanager
-def failures_sent(channel: connection.Connection) -> Iterator[None]:
+def report_failures(channel: connection.Connection) -> Iterator[None]:
     """Report an error of a worker to the trainer, if that is still there."""
     try:
         yield

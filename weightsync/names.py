@@ -30,7 +30,7 @@ FORMER_HOMES: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
-class FormerHomes(MetaPathFinder, Loader):
+class FormerModuleFinder(MetaPathFinder, Loader):
     """Makes the former modules when they are imported."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002

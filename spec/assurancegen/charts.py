@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.verify import Line
 
 #: Inputs that need no note, because the arrow shows them, unless the state changes.
@@ -48,11 +48,11 @@ def _name(drawing: _Drawing, lines: Sequence[Line]) -> None:
     counts = {"sender": 0, "receiver": 0}
     for line in lines:
         said = line.fields
-        if line.what is What.BORN:
+        if line.what is LineKind.BORN:
             name = f"trainer {counts['sender'] + 1}" if said["role"] == "sender" else f"worker {counts['receiver']}"
             counts[said["role"]] += 1
             drawing.names[line.machine] = name
-        if line.what in (What.SENT, What.RECEIVED) and said["message"]["is"] == "Hello":
+        if line.what in (LineKind.SENT, LineKind.RECEIVED) and said["message"]["is"] == "Hello":
             message = said["message"]
             link = (message["incarnation"], message.get("link", 0))
             drawing.links.setdefault((line.machine, said["link"]), link)
@@ -63,15 +63,15 @@ def _name(drawing: _Drawing, lines: Sequence[Line]) -> None:
 def _drawn(drawing: _Drawing, line: Line) -> Iterator[str]:
     said, machine = line.fields, line.machine
     match line.what:
-        case What.SENT:
+        case LineKind.SENT:
             drawing.flying.append((machine, said["link"], said["message"]))
-        case What.RECEIVED:
+        case LineKind.RECEIVED:
             other = _other_end(drawing, machine, said["link"])
             _landed(drawing, other, said["message"])
             yield f"  {_column(drawing, other)}->>{_column(drawing, machine)}: {_words(said['message'])}"
-        case What.STEP if _worth_a_note(said):
+        case LineKind.STEP if _worth_a_note(said):
             yield f"  Note over {_column(drawing, machine)}: {_step(said)}"
-        case What.REFUSED:
+        case LineKind.REFUSED:
             yield f"  Note over {_column(drawing, machine)}: {said['event']['is']} is refused"
         case _:
             pass

@@ -26,7 +26,7 @@ from weightsync.bench.processes import Ask, Workers
 from weightsync.bench.schemes import Sending, make_scheme, serve_requests, variants
 from weightsync.bench.settings import START_TIMEOUT, BenchError, Payload, SchemeName
 from weightsync.bench.watching import forget, watch
-from weightsync.local_workers import Failure, failures_sent, join_rpc, joined_rpc, rpc_address, rpc_name, running_ray
+from weightsync.local_workers import Failure, join_rpc, joined_rpc, report_failures, rpc_address, rpc_name, running_ray
 
 
 class RpcWorld:
@@ -125,7 +125,7 @@ def start_serving(model_id: str, payload: Payload, device: str, verify: str) -> 
 
 
 def _serve(channel: Connection, model_id: str, payload: Payload, device: str, verify: str) -> None:
-    with channel, failures_sent(channel), make_scheme(SchemeName.RPC, verify) as scheme:
+    with channel, report_failures(channel), make_scheme(SchemeName.RPC, verify) as scheme:
         model = make_model(payload, device)
         scheme.init_on_worker(model_id, model=model)
         channel.send("ready")

@@ -83,7 +83,7 @@ class Applier:
         except (ConfigurationError, LayoutError, ModelPathError) as error:
             if self._served.model is None or isinstance(self._served.model, str):
                 raise
-            return self._turn_down(error)
+            return self._refuse_without_model(error)
         return self._receive_and_apply_to(target)
 
     def _receive_and_apply_to(self, target: Target) -> bool | None:
@@ -96,7 +96,7 @@ class Applier:
             if self._served.staged is not None and self._served.staged.pending is not self._driver.pending:
                 self._served.staged = None
             known = self._served.target or target  # another model may have been registered since
-            if self._served.staged is None and self._appliable() and not self._stage(known):
+            if self._served.staged is None and self._can_apply() and not self._stage(known):
                 return False
         applied = self.swap_staged(0.0) if self._served.staged is not None else None
         with self._driver.lock:
@@ -112,12 +112,12 @@ class Applier:
         if slot is not None and self._served.target is not None:
             slot.tidy(self._served.target.only_keeps)
 
-    def _turn_down(self, error: WeightSyncError) -> bool | None:
+    def _refuse_without_model(self, error: WeightSyncError) -> bool | None:
         """Refuse the pending version: there is no model to apply it to."""
         with self._driver.lock:
             self._driver.pump()
             pending = self._driver.pending
-            if pending is None or not self._appliable():
+            if pending is None or not self._can_apply():
                 self._listening.check()
                 return None
             path = self._served.path
@@ -125,7 +125,7 @@ class Applier:
             self.refuse(pending, f"{found}{error}", "".join(traceback.format_exception(error)))
             return False
 
-    def _appliable(self) -> bool:
+    def _can_apply(self) -> bool:
         driver = self._driver
         return driver.machine.state is State.PENDING_ASYNC and not isinstance(driver.data.answer, pure.Deferred)
 
@@ -141,13 +141,13 @@ class Applier:
         try:
             self._served.follow_path()
         except (ConfigurationError, LayoutError, ModelPathError) as error:
-            return self._turn_down(error)
+            return self._refuse_without_model(error)
         serving = self._served.serving
         if not serving.begin_swap(timeout):
             return None
         try:
             with self._driver.lock:
-                if not self._appliable() or self._served.target is None:
+                if not self._can_apply() or self._served.target is None:
                     return None
                 return self._apply_outside_functional_call(self._served.target)
         finally:
@@ -182,7 +182,7 @@ class Applier:
                 raise refusing_fake_mode()
             named = self.verified(pending)
             in_slot = pending.slot is not None
-            staged = target.stage(pending.layout, self._to_stage(pending), pending.update.extras, in_slot)
+            staged = target.stage(pending.layout, self._payload_to_stage(pending), pending.update.extras, in_slot)
             if isinstance(pending.slot, Mapping) and pending.slot.pinnable and (device := target.device) is not None:
                 register = partial(device.register, read_only=True)
                 staged = replace(staged, pinned=pending.slot.pinned(pending.layout.nbytes, register))
@@ -192,7 +192,7 @@ class Applier:
         self._served.staged = StagedVersion(pending, staged, named, stopwatch.seconds)
         return True
 
-    def _to_stage(self, pending: Pending) -> memoryview | DeviceMemory:
+    def _payload_to_stage(self, pending: Pending) -> memoryview | DeviceMemory:
         """The payload; read-only if the next version may be a delta against it, so that nobody gets views to write."""
         payload, base = pending.payload, pending.update.base
         if base is None or not isinstance(payload, memoryview) or self._served.apply_mode is Mode.COPY:
@@ -230,25 +230,25 @@ class Applier:
             else:
                 _swap_uncompiled(target, ready.staged)
         except SwapBroken as error:
-            raise self._break_down(ready, error, traceback.format_exc()) from error
+            raise self._close_on_broken_swap(ready, error, traceback.format_exc()) from error
         except FunctionalCallError:
             raise
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(ready.pending, error)
             return False
         self._served.staged = None
-        self._previous_slot, self._slot = self._slot, self._written(ready.pending.slot)
+        self._previous_slot, self._slot = self._slot, self._slot_reference(ready.pending.slot)
         self._served.applied, self._served.layout = ready.pending.update.digest, ready.pending.layout
         ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
         self._decided()
         return True
 
-    def _written(self, slot: Slot | None) -> Callable[[], Slot | None] | None:
+    def _slot_reference(self, slot: Slot | None) -> Callable[[], Slot | None] | None:
         """A reference to a slot in which parameters lie now, so that this process may write there."""
         return None if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
 
-    def _break_down(self, ready: StagedVersion, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
+    def _close_on_broken_swap(self, ready: StagedVersion, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
         """Close the receiver, as a swap has failed half way; returns the error to raise."""
         self.swap_error = swap_error = self._swap_error_for(ready.pending, error)
         self._served.staged = None
@@ -297,7 +297,7 @@ class Applier:
         slot = pending.slot
         # Parameters are views of it: this process may have written there when it held older weights, and hashed that.
         own = slot is not None and self._served.apply_mode is not Mode.COPY and slot.remap()
-        named = b"" if slot is None else self._identified(pending.update, slot)
+        named = b"" if slot is None else self._check_seal(pending.update, slot)
         if not pending.update.digest:
             return named
         hashes, extras = None if own else pending.hashes, pending.update.extras
@@ -319,7 +319,7 @@ class Applier:
             slot.remap()  # this process may have written there when it held older weights
         return digest(pending.on_host(), update.extras)
 
-    def _identified(self, update: Update, slot: Slot) -> bytes:
+    def _check_seal(self, update: Update, slot: Slot) -> bytes:
         """Check that a slot is the one that the update's sender filled for it; returns what an ack names of it."""
         seal = slot.seal
         if update.slot is None or seal != update.slot.seal or not any(seal):

@@ -69,14 +69,14 @@ def _end_forward(receiver: WeightReceiver) -> None:
     receiver.end_forward()
 
 
-def _uncompiled(function: Callable[[WeightReceiver], None]) -> Callable[[WeightReceiver], None]:
+def _exclude_from_compiler(function: Callable[[WeightReceiver], None]) -> Callable[[WeightReceiver], None]:
     """The function, excluded from torch's compiler with all that it calls: otherwise whole swaps would be compiled."""
     reason = "a model that receives in the background is guarded, so it cannot be compiled with fullgraph=True"
     found: Callable[[WeightReceiver], None] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return found
 
 
-_begin_uncompiled, _end_uncompiled = _uncompiled(_begin_forward), _uncompiled(_end_forward)
+_begin_uncompiled, _end_uncompiled = _exclude_from_compiler(_begin_forward), _exclude_from_compiler(_end_forward)
 
 
 class ForwardGuard:
@@ -103,11 +103,11 @@ class ForwardGuard:
         with Shield(lambda: None), self._lock:  # a signal handler may close the receiver
             if model is self._model:
                 return
-            hooks = self._hooked(model) if isinstance(model, nn.Module) else []
+            hooks = self._register_hooks(model) if isinstance(model, nn.Module) else []
             self._remove()
             self._hooks, self._model = hooks, model
 
-    def _hooked(self, model: nn.Module) -> list[RemovableHandle]:
+    def _register_hooks(self, model: nn.Module) -> list[RemovableHandle]:
         try:
             before = model.register_forward_pre_hook(_BeforeForward(self.receiver), prepend=True)
             after = model.register_forward_hook(_AfterForward(self.receiver), always_call=True)
@@ -155,14 +155,14 @@ class Background:
         self._relay = relay
         # Entered itself: a Condition is entered in Python code, where a handler may raise just after it took the lock.
         self._lock = threading.RLock()
-        self._news = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         #: The calls of `stop` that have begun and were not undone by an interrupt.
         self._stops: set[object] = set()
         #: Whether `stop` has ended: the receiver's own callers read the links again.
         self._stopped = False
         #: How many links were added.
-        self._added = 0
+        self._links_added = 0
         self._guard = ForwardGuard(receiver)
         self._error: BaseException | None = None
         #: The version that the receiver had applied or refused last when this was made.
@@ -221,7 +221,7 @@ class Background:
                 self._receiver.model_id,
                 JOIN_SECONDS,
             )
-        self._let_go(thread)
+        self._release_receiver(thread)
 
     def discard(self) -> None:
         """As `stop`, but if an interrupt ends the wait, the thread ends by itself."""
@@ -229,20 +229,20 @@ class Background:
             self._stops.add(self)
             self.stop()
         except BaseException:
-            self._let_go(self._thread)
+            self._release_receiver(self._thread)
             raise
 
-    def _let_go(self, thread: threading.Thread | None) -> None:
+    def _release_receiver(self, thread: threading.Thread | None) -> None:
         """The receiver's own callers read its links from now on, and its model is not guarded."""
         self._receiver.set_background_reader(None)
-        self._pass_on_what_is_left(thread)
+        self._relay_unacked_version(thread)
         with self._lock:
             self._stopped = True
-            self._news.notify_all()
+            self._condition.notify_all()
         self._guard.clear()
         atexit.unregister(self.stop)
 
-    def _pass_on_what_is_left(self, thread: threading.Thread | None) -> None:
+    def _relay_unacked_version(self, thread: threading.Thread | None) -> None:
         """Pass on and ack a version that a forward made live once the thread had ended.
 
         Until its ack is sent, nothing more is read.
@@ -255,7 +255,7 @@ class Background:
     def forget(self) -> None:
         """In a forked child: there is no thread."""
         self._lock = threading.RLock()
-        self._news = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._lock)
         self._thread = None
         atexit.unregister(self.stop)
 
@@ -293,7 +293,7 @@ class Background:
 
     def _run_once(self) -> bool:
         """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
-        driver, added = self._receiver.driver, self._added
+        driver, added = self._receiver.driver, self._links_added
         try:
             seen = driver.waker.fired
             if not self._must_end():
@@ -309,7 +309,7 @@ class Background:
             try:
                 logger.info("%s", gone)
             finally:  # whatever a log handler raises
-                reads_on = self._end_unless_added(gone, added)
+                reads_on = self._end_unless_link_added(gone, added)
             return reads_on
         except BaseException as raised:  # noqa: BLE001 - SystemExit of the user's code would end the thread silently
             if not self._must_end():
@@ -342,10 +342,10 @@ class Background:
         with self._lock:
             self._thread = None
             self._error = error or self._error
-            self._news.notify_all()
+            self._condition.notify_all()
         return False
 
-    def _end_unless_added(self, gone: TransportError, added: int) -> bool:
+    def _end_unless_link_added(self, gone: TransportError, added: int) -> bool:
         """End the thread, as the last link has ended; True: another was added meanwhile, and the thread goes on.
 
         `link_added` starts no thread while there is one, so both decide under the same lock.
@@ -354,24 +354,24 @@ class Background:
             added: how many links had been added when this round began.
         """
         with self._lock:
-            return self._added != added or self._end(gone)
+            return self._links_added != added or self._end(gone)
 
     def _notify(self, error: Exception | None = None) -> None:
         with self._lock:
             self._error = error or self._error
-            self._news.notify_all()
+            self._condition.notify_all()
 
     def link_added(self) -> None:
         """Read the new link too. The loss of an earlier link is no longer reported."""
         with self._lock:
-            self._added += 1
+            self._links_added += 1
             self._error = None if isinstance(self._error, TransportError) else self._error
         self._spawn()
 
     def version_decided(self) -> None:
         """Wake callers that wait in `receive`, and the thread if there is something to pass on or to write."""
         with self._lock:
-            self._news.notify_all()
+            self._condition.notify_all()
         self._receiver.driver.waker.fire()
 
     def prepare_relay(self) -> bool:
@@ -417,7 +417,7 @@ class Background:
                 self._receiver.check_links()
                 self._spawn()
             with self._lock:
-                self._news.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
+                self._condition.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
                 error = self._error or self._receiver.broken
                 if met() and (error is None or isinstance(error, TransportError)):
                     return True  # a link that ended after that is told by the next call

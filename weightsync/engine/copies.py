@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, Self
 from weakref import WeakSet
 
 from weightsync.engine.context import Context
-from weightsync.engine.packer import Packer, Sources
+from weightsync.engine.packer import Packer, SendingServices
 from weightsync.engine.receiver_driver import ReceiverDriver
 from weightsync.engine.sender_driver import SenderDriver
 from weightsync.protocol._tables import State
@@ -32,7 +32,7 @@ class Closing(abc.ABC):
         """Close for good."""
 
     @abc.abstractmethod
-    def _close_after(self, error: BaseException) -> None:
+    def _close_on_error(self, error: BaseException) -> None:
         """Close for good because ``error`` was raised."""
 
     def __enter__(self) -> Self:
@@ -44,10 +44,10 @@ class Closing(abc.ABC):
         if error is None or is_clean(error):
             self.close()
         else:
-            self._close_after(error)
+            self._close_on_error(error)
 
 
-class _OpenAtExit(PerProcess):
+class _ClosedAtExit(PerProcess):
     """What is closed when the program ends, before `multiprocessing` waits for the processes that it has started."""
 
     def _begin(self) -> None:
@@ -59,7 +59,7 @@ class _OpenAtExit(PerProcess):
         with self._lock:
             self._open.add(one)
             if self._at_exit is None:
-                self._at_exit = Finalize(None, self.end, exitpriority=_EARLY)
+                self._at_exit = Finalize(None, self.end, exitpriority=_EXIT_PRIORITY)
 
     def end(self) -> None:
         """Close all; with the error that ends the program, if one does."""
@@ -70,13 +70,13 @@ class _OpenAtExit(PerProcess):
 
 
 #: Before the finalizers of multiprocessing's own objects.
-_EARLY: Final = 100
-_open_at_exit: Final = _OpenAtExit()
+_EXIT_PRIORITY: Final = 100
+_closed_at_exit: Final = _ClosedAtExit()
 
 
 def close_at_exit(one: Closing) -> None:
     """Close a sender when the program ends, so that its workers end too: the program may be waiting for them."""
-    _open_at_exit.add(one)
+    _closed_at_exit.add(one)
 
 
 class Configured(Closing):
@@ -130,7 +130,7 @@ class Participant(Closing):
     def fail(self, error: BaseException) -> None:
         """Close for good because ``error`` was raised: what `with` does when an exception leaves its block."""
 
-    def _close_after(self, error: BaseException) -> None:
+    def _close_on_error(self, error: BaseException) -> None:
         self.fail(error)
 
     def require_open(self, asked: str) -> None:
@@ -206,7 +206,7 @@ def pipes_travel() -> bool:
     return multiprocessing.context.get_spawning_popen() is not None
 
 
-class SchemeServices(Sources, Protocol):
+class SchemeServices(SendingServices, Protocol):
     """A scheme, as its senders and receivers see it."""
 
     @property

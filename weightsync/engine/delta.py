@@ -17,7 +17,7 @@ from weightsync.weights.layout import Layout
 
 #: A delta larger than this share of the payload is not sent: it saves few bytes, and costs the worker more work.
 MAX_SHARE: Final = 0.75
-_WHOLE: Final = BaseRef()
+_NO_BASE: Final = BaseRef()
 
 
 class VersionPayloads:
@@ -28,7 +28,7 @@ class VersionPayloads:
         delta: the delta, if there is one.
     """
 
-    def __init__(self, base: BaseRef = _WHOLE, delta: Buffer | None = None) -> None:
+    def __init__(self, base: BaseRef = _NO_BASE, delta: Buffer | None = None) -> None:
         self._base = base
         self._delta = delta
         #: Worker id to the bytes that were sent to it: payload, and the extra state, which travels whole each time.
@@ -37,7 +37,7 @@ class VersionPayloads:
         self._links: set[int] = set()
         #: The last messages, by base: (the whole update, the message made of it). All workers get the same object, so
         #: that a link can reuse its encoding.
-        self._made: dict[BaseRef, tuple[Update, Update]] = {}
+        self._messages: dict[BaseRef, tuple[Update, Update]] = {}
 
     def to(self, worker: int, link: int, served: int, update: Update, whole: Buffer) -> tuple[Update, Buffer]:
         """The message and the payload for a worker.
@@ -47,14 +47,14 @@ class VersionPayloads:
             update: the message that carries the whole payload.
             whole: the whole payload.
         """
-        payload, base = whole, _WHOLE
+        payload, base = whole, _NO_BASE
         if self._delta is not None and served == self._base.version:
             payload, base = self._delta, self._base
             self._links.add(link)
-        made = self._made.get(base)
+        made = self._messages.get(base)
         if made is None or made[0] is not update:
             nbytes = update.nbytes if payload is whole else payload.nbytes
-            made = self._made[base] = update, replace(update, nbytes=nbytes, base=base)
+            made = self._messages[base] = update, replace(update, nbytes=nbytes, base=base)
         self.sent[worker] = self.sent.get(worker, 0) + made[1].nbytes + len(update.extras)
         return made[1], payload
 
@@ -63,7 +63,7 @@ class VersionPayloads:
         if link not in self._links:
             return None
         self._links.discard(link)
-        return self.to(worker, link, 0, self._made[self._base][0], whole)
+        return self.to(worker, link, 0, self._messages[self._base][0], whole)
 
 
 def version_payloads(layout: Layout, payload: memoryview, base: BaseRef, held: memoryview) -> VersionPayloads:

@@ -89,8 +89,8 @@ class Backlog:
         return waiting
 
 
-_LOSING: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
-_IN_TURN: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
+_LOSSY: Final = frozenset(delivery for delivery in Delivery if delivery.loses)
+_IN_ORDER: Final = frozenset(delivery for delivery in Delivery if not (delivery.reorders or delivery.loses))
 
 
 def _maps_nothing(payload: Buffer, nbytes: int) -> bool:  # noqa: ARG001 - whatever it is
@@ -128,9 +128,9 @@ class Lane:
         self.outlet: Outlet | None = link.outlet if isinstance(link, Steady) else None
         #: Whether a send over the link blocks until the worker has answered.
         self.blocks = isinstance(link, BlockingLink)
-        self.orders = link.delivery in _IN_TURN
+        self.orders = link.delivery in _IN_ORDER
         # Where answers may be lost, a full backlog might never empty.
-        self.loses = link.delivery in _LOSING
+        self.loses = link.delivery in _LOSSY
 
     def remark(self) -> str:
         """Why the worker does not answer although nothing has failed; empty if it is not known."""
@@ -190,7 +190,7 @@ def read(link: Link) -> list[Received]:
     except (TransportError, ProtocolError):
         raise
     except Exception as error:
-        raise _fault(link, error) from error
+        raise _adapter_failed(link, error) from error
 
 
 def flush(link: Link) -> bool:
@@ -205,7 +205,7 @@ def flush(link: Link) -> bool:
     except TransportError:
         raise
     except Exception as error:
-        raise _fault(link, error) from error
+        raise _adapter_failed(link, error) from error
 
 
 def watch(link: Link, hello: Hello) -> tuple[int, int] | None:
@@ -225,7 +225,7 @@ def watch(link: Link, hello: Hello) -> tuple[int, int] | None:
     except TransportError:
         raise
     except Exception as error:
-        raise _fault(link, error) from error
+        raise _adapter_failed(link, error) from error
     return hello.pid, hello.started
 
 
@@ -234,7 +234,7 @@ def close(link: Link) -> None:
     try:
         link.close()
     except Exception as error:  # noqa: BLE001 - this link is finished; the others continue
-        _fault(link, error)
+        _adapter_failed(link, error)
 
 
 def handler_failed(link: Link, error: Exception) -> str:
@@ -243,7 +243,7 @@ def handler_failed(link: Link, error: Exception) -> str:
     return f"a message from {link.peer} could not be handled: {error!r}"
 
 
-def _fault(link: Link, error: Exception) -> AdapterFault:
+def _adapter_failed(link: Link, error: Exception) -> AdapterFault:
     logger.error("the adapter of the link to %s failed", link.peer, exc_info=error)
     return AdapterFault(f"the adapter of the link to {link.peer} failed: {error!r}")
 
@@ -357,7 +357,7 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
             link, cause = links[failed.which], failed.__cause__
             assert isinstance(cause, Exception)
             with self.lock:
-                self._lose_link(link, str(_fault(link, cause)))
+                self._lose_link(link, str(_adapter_failed(link, cause)))
                 self._finish()
             return []
         finally:

@@ -127,7 +127,7 @@ class Tracer(Protocol):
         """
 
 
-class EndsSpans(ABC):
+class SpanTracer(ABC):
     """A tracer that has spans open, and ends them when its subscription is cancelled."""
 
     @abstractmethod
@@ -135,7 +135,7 @@ class EndsSpans(ABC):
         """End what is open, and begin nothing more. Called in the thread that cancels; must not block."""
 
 
-class Drops:
+class DropCounter:
     """How many events of a scheme were dropped. Whoever keeps it does not keep the scheme's events."""
 
     __slots__ = ("count",)
@@ -186,7 +186,7 @@ class Events:
     """The events of one scheme. Safe to use from several threads; a forked child has no callbacks."""
 
     def __init__(self) -> None:
-        self.drops = Drops()
+        self.drops = DropCounter()
         self._reset()
         forget_after_fork(self)
 
@@ -231,11 +231,11 @@ class Events:
         """See `Subscription.cancel`."""
         with self._lock:
             self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
-        if isinstance(subscription.tracer, EndsSpans):
+        if isinstance(subscription.tracer, SpanTracer):
             subscription.tracer.end()
 
     @property
-    def are_watched(self) -> bool:
+    def have_callbacks(self) -> bool:
         """Whether a callback is registered."""
         return bool(self._subscriptions)
 
@@ -274,7 +274,7 @@ class Events:
 
     def _deliver(self) -> None:
         event: SyncEvent | None = None
-        while not self._ends(event):
+        while not self._should_end(event):
             try:
                 event, subscriptions = self._queue.get(timeout=_IDLE_S)
             except queue.Empty:
@@ -282,9 +282,9 @@ class Events:
                 continue
             for subscription in subscriptions:
                 if subscription in self._subscriptions:  # it may have been cancelled meanwhile
-                    _call(subscription, event)
+                    _run_callback(subscription, event)
 
-    def _ends(self, last: SyncEvent | None) -> bool:
+    def _should_end(self, last: SyncEvent | None) -> bool:
         """Whether the thread ends: nothing is queued, and a side was closed, or nothing came for a while."""
         with self._lock:
             waits = last is not None and last.kind is not EventKind.CLOSED and not self._closed
@@ -302,9 +302,9 @@ class Events:
         thread.join(_CLOSING_S)
         if thread.is_alive():
             logger.warning("a callback of on_event() still runs: its thread ends when it returns")
-            self._drop(self._emptied())
+            self._drop(self._empty_queue())
 
-    def _emptied(self) -> int:
+    def _empty_queue(self) -> int:
         """Empty the queue; returns how many events were in it."""
         count = 0
         while True:
@@ -368,7 +368,7 @@ class OnDemandEvents:
             self._events.close()
 
 
-def _call(subscription: Subscription, event: SyncEvent) -> None:
+def _run_callback(subscription: Subscription, event: SyncEvent) -> None:
     try:
         subscription.callback(event)
     except BaseException:  # sys.exit() in a callback ends neither the thread nor the events

@@ -45,18 +45,18 @@ class _Forks(PerProcess):
         """Call this model before and after each fork from now on, so that no version goes live during one."""
         self._served[id(served)] = served
 
-    def _all(self) -> list[Served]:
+    def _live_models(self) -> list[Served]:
         return [served for kept in self._served.valuerefs() if (served := kept()) is not None]
 
     def before(self) -> None:
         """Wait for swaps to end, and begin none until `after`."""
         self._forking.fork, deadline = Fork(), Deadline(FORK_PATIENCE)
-        for served in self._all():
+        for served in self._live_models():
             served.begin_fork(deadline.remaining, ref(self._forking.fork))
 
     def after(self) -> None:
         """In the parent: go on."""
-        for served in self._all():
+        for served in self._live_models():
             served.end_fork(ref(self._forking.fork))
 
 

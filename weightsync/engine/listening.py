@@ -38,7 +38,7 @@ class BackgroundReader(Protocol):
 
 
 @runtime_checkable
-class EndsByItself(Protocol):
+class SelfEndingListener(Protocol):
     """A listener that may end before it is stopped, because its place has ended."""
 
     @property
@@ -50,7 +50,7 @@ class Listening:
     """Where a receiver listens, and its background reader. The links themselves are its driver's."""
 
     #: How it is given another sender that cannot make a new link by itself, for messages.
-    another_sender = (
+    relink_advice = (
         "pass a new pipe to register_worker_transport(), or, over torch.distributed with another store, (store, rank)"
     )
 
@@ -73,11 +73,11 @@ class Listening:
         self.endpoint = endpoint
         # An interrupt waits for the new listener: its thread would be left without an owner.
         with Shield(self._driver.waker.fire):
-            with self._driver.expecting():
-                listener = self._services.listen(endpoint, self._driver.model_id, _Accept(ref(self)))
-            self._keep(listener)
+            with self._driver.expecting_sender():
+                listener = self._services.listen(endpoint, self._driver.model_id, _LinkAcceptor(ref(self)))
+            self._add_listener(listener)
 
-    def _keep(self, listener: Callable[[], None]) -> None:
+    def _add_listener(self, listener: Callable[[], None]) -> None:
         with self._driver.lock:
             # At the same place: nothing would reach the earlier one any more. One that has ended holds its store.
             useless = [each for each in self._listeners if each == listener or _has_ended(each)]
@@ -112,9 +112,9 @@ class Listening:
             raise driver.refused(asked)
         served = driver.data.served
         kept = f"keeps version {served[1]}" if served else "serves no version"
-        raise driver.ended_as(
+        raise driver.ended_error(
             f"model {driver.model_id!r} has no sender any more: {sentence(driver.ended)} It {kept}. To receive from "
-            f"another sender, {self.another_sender}. Over the same store, RPC and Ray there is nothing to do: the new "
+            f"another sender, {self.relink_advice}. Over the same store, RPC and Ray there is nothing to do: the new "
             "sender makes a new link."
         )
 
@@ -127,11 +127,11 @@ class Listening:
 
 
 def _has_ended(listener: Callable[[], None]) -> bool:
-    return isinstance(listener, EndsByItself) and listener.ended
+    return isinstance(listener, SelfEndingListener) and listener.ended
 
 
 @dataclass(frozen=True)
-class _Accept:
+class _LinkAcceptor:
     """Gives a receiver its links, and does not hold it: listeners may have threads, and it may be dropped."""
 
     listening: ref[Listening]

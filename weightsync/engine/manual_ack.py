@@ -24,7 +24,7 @@ _UNANSWERED = "Nothing has changed: an update that was taken is still to be answ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
+class TakenUpdate:
     """A pending version that was taken by `take_update`, and the digest that was computed of it."""
 
     pending: Pending
@@ -45,7 +45,7 @@ class ManualAck:
         self._served = served
         self._listening = listening
         self._applier = applier
-        self._taken: Taken | None = None
+        self._taken: TakenUpdate | None = None
 
     def take_update(self, timeout: float | None) -> Any:
         """See `WeightReceiver.take_update`."""
@@ -56,7 +56,7 @@ class ManualAck:
             with Shield(self._driver.waker.fire) as shield:
                 while True:
                     seen = self._driver.waker.fired
-                    weights = self._take()
+                    weights = self._take_pending()
                     if weights is not None or deadline.passed:
                         return weights
                     shield.deliver()
@@ -82,7 +82,7 @@ class ManualAck:
                 "or do not call connect(), and apply updates by hand.",
             )
 
-    def _take(self) -> Any:
+    def _take_pending(self) -> Any:
         with self._driver.lock:
             self._driver.pump()
             pending = self._driver.pending
@@ -95,7 +95,7 @@ class ManualAck:
             except Exception as error:  # noqa: BLE001 - the refusal carries whatever is wrong with it
                 self._applier.refuse_for(pending, error)
                 return None
-            self._taken = Taken(pending, digest)
+            self._taken = TakenUpdate(pending, digest)
             return weights
 
     @property
@@ -129,7 +129,7 @@ class ManualAck:
             if message == UPDATED:
                 self._driver.take(pure.Applied(self._ack_of(taken)))
             else:
-                refusal = self._applier.refusal(taken.pending, other_text(message), "", Evidence.CALL)
+                refusal = self._applier.refusal(taken.pending, manual_refusal_reason(message), "", Evidence.CALL)
                 self._driver.take(pure.Refused(refusal))
 
     def nack(self, error: BaseException, timeout: float | Timeout | None) -> None:
@@ -149,7 +149,7 @@ class ManualAck:
         """Note that the update that was taken is answered in another way."""
         self._taken = None
 
-    def _ack_of(self, taken: Taken) -> Ack:
+    def _ack_of(self, taken: TakenUpdate) -> Ack:
         update = taken.pending.update
         self._served.applied, self._served.layout = update.digest, taken.pending.layout
         return Ack(
@@ -161,6 +161,6 @@ class ManualAck:
         )
 
 
-def other_text(message: str) -> str:
+def manual_refusal_reason(message: str) -> str:
     """The reason of a refusal that stands for a manual ack with another text."""
     return f"answered by hand with {message!r}, not {UPDATED!r}"

@@ -44,20 +44,20 @@ class SenderObserver:
         self._events = events
         #: For each worker, the version that was sent to it last, and when.
         self._sent: dict[int, tuple[int, Stopwatch]] = {}
-        driver.watch_steps(self._seen)
+        driver.watch_steps(self._on_step)
 
-    def _seen(self, _: State, data: sending.SenderData, event: sending.Event, step: SenderStep) -> None:
-        if not self._events.are_watched:
+    def _on_step(self, _: State, data: sending.SenderData, event: sending.Event, step: SenderStep) -> None:
+        if not self._events.have_callbacks:
             return
         try:
             if isinstance(event, sending.Send | sending.SendAsync):
-                self._trace(step.data.version)
-            for found in self._found(data, event, step):
+                self._set_trace_context(step.data.version)
+            for found in self._events_of_step(data, event, step):
                 self._events.emit(found)
         except Exception:  # whatever it is, the sync must continue
             logger.exception("the events of a step of %r were lost; the sync is not affected", self._driver.model_id)
 
-    def _trace(self, version: int) -> None:
+    def _set_trace_context(self, version: int) -> None:
         """Give a version that is about to be sent its trace context."""
         packed, tracer = self._driver.packed(version), self._events.tracer
         if packed is None or tracer is None:
@@ -82,23 +82,23 @@ class SenderObserver:
             **more,
         )
 
-    def _found(self, data: sending.SenderData, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
+    def _events_of_step(self, data: sending.SenderData, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
         """What a step changed, in the order of the events."""
-        yield from self._joined(data, step)
-        yield from self._dispatched(step)
+        yield from self._join_events(data, step)
+        yield from self._dispatch_events(step)
         outcomes = _new_outcomes(data, step)
         for (worker, version), outcome in outcomes.items():
-            yield self._decided(worker, version, outcome)
-        yield from self._answered(event, step)
+            yield self._outcome_event(worker, version, outcome)
+        yield from self._answer_events(event, step)
         reported = {worker for worker, _ in outcomes}
-        yield from (self._lost(*each) for each in _ended(data, step) if each[0] not in reported)
+        yield from (self._loss_event(*each) for each in _ended_links(data, step) if each[0] not in reported)
         if step.input is SenderInput.DEADLINE and data.outstanding is not None:
             for worker in data.outstanding.owed:
-                yield self._timed_out(worker, data.outstanding.version)
+                yield self._timeout_event(worker, data.outstanding.version)
         if step.input is SenderInput.CLOSE:
             yield self._event(EventKind.CLOSED, None, None)
 
-    def _joined(self, data: sending.SenderData, step: SenderStep) -> Iterator[SyncEvent]:
+    def _join_events(self, data: sending.SenderData, step: SenderStep) -> Iterator[SyncEvent]:
         if step.data.workers is data.workers:
             return
         for worker, entry in step.data.workers.items():
@@ -107,7 +107,7 @@ class SenderObserver:
             if entry.link_state is sending.LinkState.UP and was is not sending.LinkState.UP:
                 yield self._event(EventKind.JOINED, worker, None)
 
-    def _dispatched(self, step: SenderStep) -> Iterator[SyncEvent]:
+    def _dispatch_events(self, step: SenderStep) -> Iterator[SyncEvent]:
         for effect in step.effects:
             match effect:
                 case sending.Dispatch(worker, _, version) | sending.Greet(worker, _, version) if version:
@@ -117,7 +117,7 @@ class SenderObserver:
                     nbytes = 0 if packed is None else packed.nbytes
                     yield self._event(EventKind.DISPATCH, worker, version, seconds=spent, nbytes=nbytes)
 
-    def _decided(self, worker: int, version: int, outcome: Outcome) -> SyncEvent:
+    def _outcome_event(self, worker: int, version: int, outcome: Outcome) -> SyncEvent:
         seconds = self._seconds(worker, version)
         if outcome.kind is OutcomeKind.APPLIED:
             seconds[SyncPhase.APPLY] = outcome.apply_s
@@ -133,7 +133,7 @@ class SenderObserver:
         connect = min(self._driver.hearing.connected_after(entry.link, stopwatch), took)
         return {SyncPhase.CONNECT: connect, SyncPhase.TRANSFER: took - connect}
 
-    def _answered(self, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
+    def _answer_events(self, event: sending.Event, step: SenderStep) -> Iterator[SyncEvent]:
         """An answer that settles no outcome: from a late joiner, or unexpected."""
         if not isinstance(event, sending.Answer):
             return
@@ -147,11 +147,11 @@ class SenderObserver:
         elif step.input is SenderInput.CAUGHT_UP and isinstance(message, Refusal):
             yield self._event(EventKind.REFUSED, event.worker, version, reason=message.reason)
 
-    def _lost(self, worker: int, link_state: sending.LinkState, reason: str) -> SyncEvent:
+    def _loss_event(self, worker: int, link_state: sending.LinkState, reason: str) -> SyncEvent:
         kind = EventKind.REFUSED if link_state is sending.LinkState.REFUSED else EventKind.LOST
         return self._event(kind, worker, None, reason=reason)
 
-    def _timed_out(self, worker: int, version: int) -> SyncEvent:
+    def _timeout_event(self, worker: int, version: int) -> SyncEvent:
         reason = "no answer by the deadline; the version is still outstanding"
         seconds = self._seconds(worker, version)
         return self._event(
@@ -172,7 +172,7 @@ def _new_outcomes(data: sending.SenderData, step: SenderStep) -> Mapping[tuple[i
     return {(w, after.version): outcome for w, outcome in after.outcomes.items() if w not in known}
 
 
-def _ended(data: sending.SenderData, step: SenderStep) -> Iterator[tuple[int, sending.LinkState, str]]:
+def _ended_links(data: sending.SenderData, step: SenderStep) -> Iterator[tuple[int, sending.LinkState, str]]:
     """The workers whose open link a step ended, how, and why. Closing the sender does not count as losing them."""
     if step.data.workers is data.workers:
         return
@@ -198,18 +198,18 @@ class ReceiverObserver:
         self._driver = driver
         self._events = events
         self._worker = worker
-        driver.watch_steps(self._seen)
+        driver.watch_steps(self._on_step)
 
-    def _seen(self, state: State, data: receiving.ReceiverData, event: receiving.Event, step: ReceiverStep) -> None:
-        if not self._events.are_watched:
+    def _on_step(self, state: State, data: receiving.ReceiverData, event: receiving.Event, step: ReceiverStep) -> None:
+        if not self._events.have_callbacks:
             return
         try:
-            for found in self._found(state, data, event, step):
+            for found in self._events_of_step(state, data, event, step):
                 self._events.emit(found)
         except Exception:  # whatever it is, the sync must continue
             logger.exception("the events of a step of %r were lost; the sync is not affected", self._driver.model_id)
 
-    def _found(
+    def _events_of_step(
         self, state: State, data: receiving.ReceiverData, event: receiving.Event, step: ReceiverStep
     ) -> Iterator[SyncEvent]:
         match event:
@@ -227,7 +227,7 @@ class ReceiverObserver:
             case receiving.LinkDown() | receiving.Goodbye() if data.link is not None and step.data.link is None:
                 reason = event.failure if isinstance(event, receiving.LinkDown) else "the sender said goodbye"
                 yield self._event(EventKind.LOST, (data.fence, None), reason=reason)
-        yield from (self._event(EventKind.STALE, key, reason=kind.value) for key, kind in _out_of_date(step))
+        yield from (self._event(EventKind.STALE, key, reason=kind.value) for key, kind in _outdated_versions(step))
         if step.to is State.CLOSED and state is not State.CLOSED:
             reason = event.reason if isinstance(event, receiving.Fail | receiving.Broken) else ""
             yield self._event(EventKind.CLOSED, (data.fence, None), reason=reason)
@@ -247,7 +247,7 @@ class ReceiverObserver:
         )
 
 
-def _out_of_date(step: ReceiverStep) -> Iterator[tuple[receiving.Key, RefusalKind]]:
+def _outdated_versions(step: ReceiverStep) -> Iterator[tuple[receiving.Key, RefusalKind]]:
     """The versions that a step turned away because a newer one, or a newer sender, is known."""
     for effect in step.effects:
         if isinstance(effect, receiving.Tell):

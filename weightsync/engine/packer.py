@@ -72,18 +72,18 @@ class _NoWorkers:
 nobody = _NoWorkers()
 
 
-class Hold:
+class BufferHold:
     """Keeps a buffer from being written, by a pin of its own, until this is dropped: an interrupt may lose it."""
 
     #: Its pin is the id of this object, which the buffer is not to keep.
     buffer: Buffer | None = None
 
-    def let_go(self) -> None:
+    def release_pin(self) -> None:
         """Keep it no longer."""
         if self.buffer is not None:
             self.buffer.pins.discard(id(self))
 
-    __del__ = let_go
+    __del__ = release_pin
 
 
 class Packed(Struct):
@@ -109,7 +109,7 @@ class Packed(Struct):
     #: What each worker is sent, where deltas may be sent; None: all are sent the whole payload.
     payloads: VersionPayloads | None = None
     #: Keeps the buffer until it is handed over; None: others keep it.
-    hold: Hold | None = None
+    hold: BufferHold | None = None
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +208,7 @@ class Packer:
         readers: Readers = nobody,
         targets: tuple[int, ...] | None = None,
     ) -> Packed:
-        """Copy weights into a buffer that no worker reads. It stays pinned until `handed_over`.
+        """Copy weights into a buffer that no worker reads. It stays pinned until `release_packed`.
 
         Args:
             form: the type in which workers get them; None: that of ``weights``.
@@ -229,15 +229,15 @@ class Packer:
             plan = self._plan = plan_for(read, plan, self.wire_dtype)
         layout = plan.sent
         if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:
-            raise _too_large(layout, extras)
+            raise _too_large_error(layout, extras)
         device = None
         if plan.place is None:
-            device = _device_of_odd(read)
+            device = _common_device(read)
         elif plan.place.type in backends:
             device = device_at(plan.place)
-        hold = Hold()
+        hold = BufferHold()
         try:  # an interrupt may come as soon as the buffer is pinned
-            buffer = self._taken(device, layout, readers, hold)
+            buffer = self._acquire_buffer(device, layout, readers, hold)
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype, hold=hold)
             if device is None and layout.nbytes <= LEAST_PART:
@@ -248,17 +248,17 @@ class Packer:
                     if device is not None:
                         _copy_from(device, read, packed, readers, plan)
                     else:
-                        _copy(read, packed, readers, plan, self._parts(packed, readers, targets))
+                        _copy(read, packed, readers, plan, self._prepare_parts(packed, readers, targets))
             if self.wire_dtype is not None and layout is not plan.layout:
                 refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
             if self._finite_model_id is not None:
                 refuse_non_finite(self._finite_model_id, layout, flat_of(buffer))
             return packed
         except BaseException:
-            hold.let_go()  # now: what is raised may keep this call, and with it the hold
+            hold.release_pin()  # now: what is raised may keep this call, and with it the hold
             raise
 
-    def _taken(self, device: Device | None, layout: Layout, readers: Readers, hold: Hold) -> Buffer:
+    def _acquire_buffer(self, device: Device | None, layout: Layout, readers: Readers, hold: BufferHold) -> Buffer:
         """A buffer for a payload of this layout, which the hold alone keeps."""
         with self._lock:
             while True:
@@ -269,15 +269,15 @@ class Packer:
                 buffer.pins.add(id(hold))
                 if len(buffer.pins) == 1:
                     return buffer
-                hold.let_go()  # a signal handler has sent meanwhile, and was given the same buffer
+                hold.release_pin()  # a signal handler has sent meanwhile, and was given the same buffer
 
-    def _parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
+    def _prepare_parts(self, packed: Packed, readers: Readers, targets: tuple[int, ...] | None) -> OutgoingParts | None:
         """The object that sends the payload in parts; None: it is sent whole, as deltas are."""
         if self.sends_deltas:
             return None
         return readers.in_parts(packed.buffer, packed.layout.nbytes, packed.verify, targets)
 
-    def handed_over(self, packed: Packed) -> None:
+    def release_packed(self, packed: Packed) -> None:
         """Release our pin: the readers of the packed weights have pinned them."""
         packed.buffer.pins.discard(id(packed.hold))
 
@@ -288,7 +288,7 @@ class Packer:
             self._on_devices.close()
 
 
-def _device_of_odd(read: Weights) -> Device | None:
+def _common_device(read: Weights) -> Device | None:
     """The one device of weights that are in several places, or not plain tensors; None: the host copies them.
 
     In that case, wait for the kernels of the current streams first: threads that help to copy use streams of their own.
@@ -332,7 +332,7 @@ def _compared(packed: Packed, readers: Readers) -> bool:
     return verify.compares(shared)
 
 
-def _too_large(layout: Layout, extras: bytes) -> LayoutError:
+def _too_large_error(layout: Layout, extras: bytes) -> LayoutError:
     """The error for names and extra state that are too large for a message."""
     nbytes = len(layout.encode()) + len(extras)
     return LayoutError(
@@ -341,7 +341,7 @@ def _too_large(layout: Layout, extras: bytes) -> LayoutError:
     )
 
 
-class Sources(Protocol):
+class SendingServices(Protocol):
     """A scheme, as far as it says what is sent."""
 
     @property
@@ -365,7 +365,9 @@ class SendingDriver(Readers, Protocol):
 class OutgoingWeights:
     """Reads, checks and packs the weights of one sender."""
 
-    def __init__(self, services: Sources, driver: SendingDriver, packer: Packer, context: Callable[[], Any]) -> None:
+    def __init__(
+        self, services: SendingServices, driver: SendingDriver, packer: Packer, context: Callable[[], Any]
+    ) -> None:
         self._services = services
         self._strategy = services.strategy
         self._driver = driver
@@ -381,7 +383,7 @@ class OutgoingWeights:
             return None  # the first send says why
 
     def pack(self, weights: Any, targets: tuple[int, ...] | None = None) -> Packed:
-        """Pack weights, which are the caller's until `Packer.handed_over`.
+        """Pack weights, which are the caller's until `Packer.release_packed`.
 
         Args:
             targets: the ids of the workers that they are for; None: all.
@@ -404,7 +406,7 @@ class OutgoingWeights:
                 self._refuse_other_model(packed.layout)
             self._services.published(self._driver.model_id, prepared)
         except BaseException:
-            self._packer.handed_over(packed)
+            self._packer.release_packed(packed)
             raise
         return packed
 

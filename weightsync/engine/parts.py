@@ -96,7 +96,7 @@ def worth_parts(nbytes: int, links: int = 0) -> bool:
     return nbytes >= LEAST_NBYTES and links < len(os.sched_getaffinity(0))
 
 
-def whole_of(payload_id: bytes, nbytes: int, model_id: str, incarnation: int) -> Part:
+def whole_part(payload_id: bytes, nbytes: int, model_id: str, incarnation: int) -> Part:
     """A payload as one part: all of it."""
     return Part(model_id=model_id, incarnation=incarnation, payload_id=payload_id, nbytes=nbytes, start=0, end=nbytes)
 

@@ -112,7 +112,7 @@ class WeightReceiver(Participant):
 
     def advise_on_another_sender(self, advice: str) -> None:
         """Set what errors tell the user to do in order to receive from another sender."""
-        self._listening.another_sender = advice
+        self._listening.relink_advice = advice
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Apply the newest version that has arrived, and answer for it.

@@ -59,7 +59,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         #: Why the last link ended; empty if no link has.
         self.ended = ""
         #: The error that a caller gets then.
-        self.ended_as: type[TransportError] = TransportError
+        self.ended_error: type[TransportError] = TransportError
         #: Why the last refused handshake was refused; empty if none was.
         self.handshake_refusal = ""
         #: The link that failed most recently when it was written to.
@@ -70,7 +70,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         #: The base of deltas; empty unless the sender may send some.
         self.held = HeldBase()
         #: The delta that came last without its base, and the number of its link.
-        self._baseless: tuple[int, Update] | None = None
+        self._baseless_delta: tuple[int, Update] | None = None
         self._parts = IncomingParts()
         self._links: dict[int, Link] = {}
         #: The links' queues of unwritten messages, for links that have one: to see if they are empty.
@@ -105,7 +105,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             self.waker.fire()
 
     @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
+    def expecting_sender(self) -> Iterator[None]:
         """Forget how the last link ended, unless the block fails: a sender may link again."""
         ended, self.ended = self.ended, ""
         try:
@@ -119,7 +119,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         with self.lock:
             self.take(pure.Close())
             for number in list(self._links):
-                self._leave(number, _NOBODY, _CLOSED)
+                self._leave(number, _NO_INCARNATION, _CLOSED)
             self._drop_all()
 
     def fail(self, reason: str, remote_traceback: str) -> None:
@@ -134,7 +134,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         with self.lock:
             self.take(event)
             for number in list(self._links):
-                self._leave(number, _NOBODY, event.reason, Ending.FAILED)
+                self._leave(number, _NO_INCARNATION, event.reason, Ending.FAILED)
             self._drop_all()
 
     def _drop_all(self) -> None:
@@ -156,13 +156,13 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             case pure.Greet(link):
                 self._write(link, self._hello(link))
             case pure.Reject(link, incarnation, kind, reason):
-                self.ended, self.ended_as = f"its handshake was refused: {reason}", TransportError
+                self.ended, self.ended_error = f"its handshake was refused: {reason}", TransportError
                 self.handshake_refusal = reason
                 self._write(link, self._refusal((incarnation, 0), kind, reason))
                 logger.warning("model %r: a handshake was refused: %s", self.model_id, reason)
             case pure.Disown(link, incarnation, kind, reason, trace):
                 said = self._refusal((incarnation, 0), kind, reason)
-                self._say_last(link, replace(said, remote_traceback=trace))
+                self._send_last(link, replace(said, remote_traceback=trace))
             case pure.Tell(link, key, kind):
                 self._write(link, self._refusal(key, kind, _REASONS[kind]))
             case pure.Reply(link, answer):
@@ -209,22 +209,22 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             if outlet is None or not outlet.idle:
                 self._waitables_changed(open_link)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
-            self._cannot_write(link, open_link, str(error) or repr(error))
+            self._handle_write_failure(link, open_link, str(error) or repr(error))
 
-    def _cannot_write(self, number: int, link: Link, reason: str) -> None:
+    def _handle_write_failure(self, number: int, link: Link, reason: str) -> None:
         """A link failed when it was written to. A goodbye that had arrived before says how it ended."""
         if number == self._unwritable:  # it is about to be closed, and the goodbye has been read
             return
-        self._unwritable, unread = number, _unread(link)
-        self._down(number, reason)
+        self._unwritable, unread = number, _read_remaining(link)
+        self._take_link_down(number, reason)
         for message in unread:
             self._note_goodbye(message)
 
     def _note_goodbye(self, message: Message) -> None:
         if isinstance(message, Bye) and message.incarnation == self.data.fence:
-            self.ended, self.ended_as = _how_it_ended(message)
+            self.ended, self.ended_error = _describe_goodbye(message)
 
-    def _say_last(self, link: int, message: Message) -> None:
+    def _send_last(self, link: int, message: Message) -> None:
         """Send the last message over a link that closes next, if it can still be sent."""
         if link not in self._links:
             return
@@ -233,25 +233,25 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         except Exception as error:  # noqa: BLE001 - it may be closing because it failed
             logger.debug("the last message over a link of %r could not be sent: %s", self.model_id, error)
 
-    def _down(self, link: int, reason: str) -> None:
+    def _take_link_down(self, link: int, reason: str) -> None:
         """The link has failed."""
-        self.ended, self.ended_as = reason, TransportError
+        self.ended, self.ended_error = reason, TransportError
         self._step(pure.LinkDown(link, reason))
 
     def _take_goodbye(self, link: int, bye: Bye) -> None:
         """Take a sender's goodbye: its link ends, unless another sender uses it now."""
         step = self._step(pure.Goodbye(link, bye.incarnation))
         if step.effects:
-            self.ended, self.ended_as = _how_it_ended(bye)
+            self.ended, self.ended_error = _describe_goodbye(bye)
 
     def _lose_link(self, link: Link, reason: str) -> None:
         for number, known in list(self._links.items()):
             if known is link:
-                self._down(number, reason)
+                self._take_link_down(number, reason)
 
     def _leave(self, link: int, incarnation: int, reason: str, ending: Ending = Ending.CLOSED) -> None:
         """Send a goodbye to the sender of this incarnation over a link, and close it."""
-        self._say_last(link, Bye(model_id=self.model_id, incarnation=incarnation, reason=reason, ending=ending))
+        self._send_last(link, Bye(model_id=self.model_id, incarnation=incarnation, reason=reason, ending=ending))
         self._close_link(link)
 
     def _close_link(self, link: int) -> None:
@@ -276,7 +276,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 try:
                     gone = flush(link)
                 except TransportError as error:
-                    self._cannot_write(number, link, str(error))
+                    self._handle_write_failure(number, link, str(error))
                     continue
             answered = gone and number == self.data.link and not isinstance(self.data.answer, pure.Deferred)
             if answered and self.machine.state is State.AWAITING_ACK:
@@ -303,7 +303,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             for received in read(link):
                 message = received.message
                 aside = message.base if isinstance(message, Update) else isinstance(message, Part)
-                if aside and self._aside(number, link, received):
+                if aside and self._bypasses_machine(number, link, received):
                     continue
                 if number in self._links:
                     self._handle(number, link, received)
@@ -312,22 +312,22 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
                 elif number == self._unwritable:
                     self._note_goodbye(received.message)
         except TransportError as error:
-            self._down(number, str(error))
+            self._take_link_down(number, str(error))
         except (ProtocolError, StateError) as error:
             beside = number != self.data.link and len(self._links) > 1
-            self._down(number, str(error))
+            self._take_link_down(number, str(error))
             if beside:
                 logger.error("a link of %r to %s broke the protocol: %s", self.model_id, link.peer, error)
                 return
             unread = error.unread if isinstance(error, ProtocolError) else b""
             raise ProtocolError(str(error), unread) from error
         except Exception as error:  # noqa: BLE001 - any error here is a failure of this link only
-            self._down(number, handler_failed(link, error))
+            self._take_link_down(number, handler_failed(link, error))
         finally:
             if self._todo:
                 self._finish()
 
-    def _aside(self, number: int, link: Link, received: Received) -> bool:
+    def _bypasses_machine(self, number: int, link: Link, received: Received) -> bool:
         """Whether a message is not for the machine: a part of a payload, or a delta whose base is not held."""
         message = received.message
         if isinstance(message, Part):
@@ -341,7 +341,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         Its sender gets a NoBase, and sends the version whole. For the protocol the update arrives then, or when a newer
         one supersedes it: until then nothing of it is recorded.
         """
-        waiting, self._baseless = self._baseless, None
+        waiting, self._baseless_delta = self._baseless_delta, None
         if waiting is not None and waiting[0] == number and _overtakes(update, waiting[1]):
             self._handle(number, link, Received(waiting[1], untaken="The base of its delta is not held."))
             self._finish()
@@ -351,7 +351,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         if pure.name(self.machine.state, self.data, event) not in _WANTED:
             return False
         self._layout_of(update)
-        self._baseless = number, update
+        self._baseless_delta = number, update
         answer = NoBase(model_id=self.model_id, incarnation=update.incarnation, version=update.version)
         ReceiverDriver._write(self, number, answer)
         return True
@@ -373,7 +373,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         match message:
             case Hello():
                 event = pure.HelloArrived(number, message.incarnation, self._misfit(message), message.link)
-                if self.take(event).input not in _UNGREETED:
+                if self.take(event).input not in _NOT_ACCEPTED:
                     self.greeting = message
                 if number in self._links:
                     # After the handshake: a sender that cannot be watched learns why its link ends.
@@ -429,7 +429,7 @@ def _announce_copies(link: Link) -> None:
         link.copied_to_device()
 
 
-def _unread(link: Link) -> list[Message]:
+def _read_remaining(link: Link) -> list[Message]:
     """What has arrived over a link that has failed."""
     try:
         return [received.message for received in read(link)]
@@ -437,7 +437,7 @@ def _unread(link: Link) -> list[Message]:
         return []
 
 
-def _how_it_ended(bye: Bye) -> tuple[str, type[TransportError]]:
+def _describe_goodbye(bye: Bye) -> tuple[str, type[TransportError]]:
     """How a sender's end is reported, and the type of the error."""
     if bye.ending is Ending.FAILED:
         return f"the sender failed: {bye.reason}", TransportError
@@ -454,10 +454,10 @@ def _overtakes(update: Update, waiting: Update) -> bool:
 
 
 #: The incarnation that a last message over a link without a handshake names: no sender has said who it is.
-_NOBODY = 0
+_NO_INCARNATION = 0
 _CLOSED = "the receiver was closed"
 #: A handshake was refused, or came too late.
-_UNGREETED = frozenset({ReceiverInput.REJECTED, None})
+_NOT_ACCEPTED = frozenset({ReceiverInput.REJECTED, None})
 _WANTED = frozenset({ReceiverInput.UPDATE, ReceiverInput.NEWER})
 _ANSWERED = pure.Answered()
 

@@ -9,7 +9,7 @@ protocol. A machine that is made while no recording is on has a driver that know
 A file begins with a header, followed by one line for each event. Each line has its number in the file (``i``) and ends
 with a checksum over itself and the line before (``c``), so that a line that was changed, dropped or added by hand is
 found. A machine's line names the machine (``m``, ``role``, ``model``), counts its lines (``n``), and says when
-(``t``, nanoseconds of one clock per host) and ``what`` happened (`What`), with the details.
+(``t``, nanoseconds of one clock per host) and ``what`` happened (`LineKind`), with the details.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PATTERN: Final = "trace-*.jsonl"
 _LONG = 64
 
 
-class What(enum.Enum):
+class LineKind(enum.Enum):
     """What a line records."""
 
     #: The file's first line: format, protocol, host, process.
@@ -173,9 +173,9 @@ class Recorder:
         self._whole = self._before = _Mark()
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._writing = False
-        self._lives = itertools.count(1)
+        self._machine_numbers = itertools.count(1)
 
-    def born(self, role: Role, model_id: str) -> Life:
+    def born(self, role: Role, model_id: str) -> MachineTrace:
         """A machine begins.
 
         Raises:
@@ -183,13 +183,13 @@ class Recorder:
         """
         if os.getpid() != self._pid:
             self._start_over()
-        with _shielded():
-            return Life(self, f"{self._token}.{next(self._lives)}", role, model_id)
+        with _defer_signals():
+            return MachineTrace(self, f"{self._token}.{next(self._machine_numbers)}", role, model_id)
 
     def note(self, text: str) -> None:
         """Write a note."""
-        with _shielded():
-            self.write({"t": now_ns(), "what": What.NOTE.value, "text": text})
+        with _defer_signals():
+            self.write({"t": now_ns(), "what": LineKind.NOTE.value, "text": text})
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one line; nothing once recording has ended."""
@@ -205,18 +205,18 @@ class Recorder:
             self._writing = True
             try:
                 while self._waiting and not self._ended:
-                    self._put(self._waiting.popleft())
+                    self._write_line(self._waiting.popleft())
             finally:
                 self._writing = False
 
-    def _put(self, line: Mapping[str, Any]) -> None:
+    def _write_line(self, line: Mapping[str, Any]) -> None:
         if self._fd is None:
-            self._fd = self._opened()
+            self._fd = self._open_file()
             self._append(self._header())
         if not self._ended:
             self._append(line)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             return os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -231,7 +231,7 @@ class Recorder:
 
     def _header(self) -> Mapping[str, Any]:
         head = {"format": FORMAT, "protocol": PROTOCOL_VERSION, "clock": clock_id(), "pid": self._pid}
-        return {"t": now_ns(), "what": What.HEADER.value, **head, "parent": self._parent}
+        return {"t": now_ns(), "what": LineKind.HEADER.value, **head, "parent": self._parent}
 
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self._fd is not None
@@ -251,7 +251,7 @@ class Recorder:
         assert self._fd is not None
         # The line that ends the recording replaces the last line, unless that is the header.
         mark = self._before
-        end, _ = seal({"i": mark.lines, "t": mark.time, "what": What.END.value}, mark.checksum)
+        end, _ = seal({"i": mark.lines, "t": mark.time, "what": LineKind.END.value}, mark.checksum)
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, mark.size if mark.lines else self._whole.size)
             if mark.lines:
@@ -270,7 +270,7 @@ class Recorder:
         with self._lock:
             try:
                 if self._fd is not None and os.getpid() == self._pid:
-                    self.write({"t": now_ns(), "what": What.END.value})
+                    self.write({"t": now_ns(), "what": LineKind.END.value})
             finally:
                 self._stop()
 
@@ -281,14 +281,14 @@ class Recorder:
             os.close(fd)
 
 
-def _shielded() -> Shield:
+def _defer_signals() -> Shield:
     """A block in which signals wait: a line that was written, and is not counted, would make the file a damaged one."""
     from weightsync.engine.driver import Shield  # noqa: PLC0415 - it imports torch, which a judge of traces does not need
 
     return Shield(lambda: None)
 
 
-class Life:
+class MachineTrace:
     """One machine's lines in a trace.
 
     Args:
@@ -302,9 +302,9 @@ class Life:
         self._recorder = recorder
         self._about = {"m": name, "role": role}
         self._numbers = itertools.count()
-        self.tell(What.BORN, model_id)
+        self.tell(LineKind.BORN, model_id)
 
-    def tell(self, what: What, model_id: str, **said: object) -> None:
+    def tell(self, what: LineKind, model_id: str, **said: object) -> None:
         """Write one line. The caller holds the lock of the machine's driver, so that the lines are in order."""
         about = {"t": now_ns(), **self._about, "n": next(self._numbers), "model": model_id, "what": what.value}
         self._recorder.write({**about, **{name: plain(value) for name, value in said.items()}})
@@ -318,11 +318,11 @@ def recorder() -> Recorder | None:
     if _recorders:
         return _recorders[-1]
     folder = os.environ.get(ENVIRONMENT)
-    return _of_environment(folder) if folder else None
+    return _recorder_for(folder) if folder else None
 
 
 @functools.cache
-def _of_environment(folder: str) -> Recorder:
+def _recorder_for(folder: str) -> Recorder:
     return Recorder(folder)
 
 

@@ -9,7 +9,7 @@ from weightsync.protocol.messages import Hello, Message, Part, Update
 from weightsync.protocol.receiver import ReceiverData
 from weightsync.protocol.sender import SenderData
 
-_SENDS = ("send", "send_async")
+_SEND_METHODS = ("send", "send_async")
 
 
 def sender_hint(state: State, data: SenderData, asked: str) -> str:
@@ -31,7 +31,7 @@ def sender_hint(state: State, data: SenderData, asked: str) -> str:
             "another thread, or is the call that a signal handler has interrupted to make this one."
         )
     advice = "Call wait_async() or abandon()"
-    if asked in _SENDS:
+    if asked in _SEND_METHODS:
         advice += ", or pass on_pending='supersede' (or 'wait')"
     return f"version {data.version} {_owing(data)}. {advice}."
 
@@ -59,7 +59,7 @@ def _owing(data: SenderData) -> str:
     return f"still awaits {workers_text(owed)}" if owed else "has been answered, but not reported yet"
 
 
-def from_a_sender(worker: int, message: Message) -> str:
+def sender_message_error(worker: int, message: Message) -> str:
     """What is wrong with a message to a sender that only senders send; empty: it is another message."""
     match message:
         case Hello() if message.link and not message.fence:

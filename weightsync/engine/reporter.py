@@ -148,9 +148,9 @@ class Reporter:
 
     def empty(self) -> SyncReport:
         """The report of a send to no worker."""
-        return self._with_carried(self._nothing())
+        return self._with_carried(self._empty_report())
 
-    def _nothing(self) -> SyncReport:
+    def _empty_report(self) -> SyncReport:
         return SyncReport(
             model_id=self._driver.model_id,
             version=None,
@@ -167,11 +167,11 @@ class Reporter:
         outcomes = {worker: Outcome(kind=OutcomeKind.TIMED_OUT, reason=reason) for worker in chosen}
         return replace(self.empty(), outcomes=outcomes, previous=previous)
 
-    def all_ended(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
+    def add_report(self, error: WorkerLostError | RefusedError) -> WorkerLostError | RefusedError:
         """``error``, raised because every target is lost or has refused the handshake, with its report added."""
         workers, named = self._driver.data.workers, error.lost if isinstance(error, WorkerLostError) else error.refused
         outcomes = {worker: ended(workers[worker]) for worker in named if worker in workers}
-        report = replace(self._nothing(), outcomes=outcomes, reported_before=self._reported_before(0, outcomes))
+        report = replace(self._empty_report(), outcomes=outcomes, reported_before=self._reported_before(0, outcomes))
         self.delivered()
         self._driver.reported(report)
         error.report = self._with_carried(report)
@@ -192,7 +192,7 @@ class Reporter:
             parts.append(f"it was last heard from {silent:.1f} s ago")
         if not expected:
             parts.append(_READ[self._driver.has_read(worker)])
-        remark = self._driver.remark(worker) or (_ABSENT if expected else "")
+        remark = self._driver.remark(worker) or (_NEVER_CONNECTED_HINT if expected else "")
         return Outcome(kind=owing, reason="; ".join([*parts, remark] if remark else parts))
 
     def _report(
@@ -202,7 +202,7 @@ class Reporter:
         not_caught_up: Mapping[int, Outcome],
         left: Mapping[int, str],
     ) -> SyncReport:
-        seconds, connecting = self._dispatched.seconds, self._connecting(outcomes)
+        seconds, connecting = self._dispatched.seconds, self._connect_seconds(outcomes)
         superseded = self._superseded
         report = SyncReport(
             model_id=self._driver.model_id,
@@ -240,7 +240,7 @@ class Reporter:
                 before[worker] = first
         return before
 
-    def _connecting(self, outcomes: Mapping[int, Outcome]) -> float:
+    def _connect_seconds(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets had connected, of those that still have the link of then."""
         workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
         known, since = hearing.first, self._dispatched.started
@@ -255,7 +255,7 @@ class Reporter:
 
 _APPLY_S = attrgetter("apply_s")
 #: What a caller looks at first if a worker has never connected.
-_ABSENT = (
+_NEVER_CONNECTED_HINT = (
     "is its process running, has it called init_on_worker() or init_on_receiver() (each worker with its own "
     "worker_idx=), and does it call receive() (which raises there as long as it finds no model)?"
 )

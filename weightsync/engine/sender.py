@@ -170,7 +170,7 @@ class WeightSender(Participant):
         try:
             packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, if_pending)
             if isinstance(packed, SyncReport):
-                return self._delivered(packed, failing)
+                return self._deliver_report(packed, failing)
             with Shield(self._driver.waker.fire) as shield:
                 with self._driver.lock:  # until it is noted for reports, no other thread makes one of this version
                     version = self._dispatch(pure.Send(targets), packed, wanted)
@@ -179,7 +179,7 @@ class WeightSender(Participant):
             if failing is OnFailure.RAISE:
                 raise
             report = ended.report
-        return self._delivered(report, failing)
+        return self._deliver_report(report, failing)
 
     def send_async(
         self,
@@ -219,7 +219,7 @@ class WeightSender(Participant):
         wanted = SendTargets(targets, expected_workers, allow_empty)
         packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, if_pending)
         if isinstance(packed, SyncReport):
-            return self._delivered(packed, OnFailure.RAISE)
+            return self._deliver_report(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
             version = self._dispatch(pure.SendAsync(targets), packed, wanted)
@@ -246,7 +246,7 @@ class WeightSender(Participant):
         """
         deadline = Deadline(timeout)
         failing = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
-        return self._delivered(self._wait(deadline), failing)
+        return self._deliver_report(self._wait(deadline), failing)
 
     def update_weights(self, weights: Any = None) -> SyncReport:
         """Send weights to all workers: an older name of ``send(weights=weights)``, which raises the same errors."""
@@ -397,13 +397,13 @@ class WeightSender(Participant):
         if not (in_the_way or without_links):
             self._driver.require(asked)
         if wanted.expected is not None or self.expected_workers is not None:
-            self._workers.refuse_too_few(wanted, self.expected_workers)
+            self._workers.require_enough_workers(wanted, self.expected_workers)
         if wanted.targets is None and not data.workers and wanted.allow_empty:
-            return self._to_nobody(deadline, pending if in_the_way else OnPending.RAISE)
+            return self._report_without_workers(deadline, pending if in_the_way else OnPending.RAISE)
         try:
             pure.targets_of(data, wanted.targets)
         except (WorkerLostError, RefusedError) as error:
-            raise self._reporter.all_ended(error) from None
+            raise self._reporter.add_report(error) from None
         if without_links:
             self.connect()
         if in_the_way and pending is OnPending.WAIT:
@@ -413,7 +413,7 @@ class WeightSender(Participant):
             stopwatch.restart()
         return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE, stopwatch)
 
-    def _to_nobody(self, deadline: Deadline, settling: OnPending) -> SyncReport:
+    def _report_without_workers(self, deadline: Deadline, settling: OnPending) -> SyncReport:
         """The report of a send without workers. What is outstanding is settled first: nobody owes it an answer."""
         if settling is OnPending.WAIT:
             self._wait(deadline)
@@ -436,7 +436,7 @@ class WeightSender(Participant):
             if superseding:
                 self._reporter.superseded(self._abandon(pure.Abandon(f"superseded by version {self.version + 1}")))
         except BaseException:
-            self._packer.handed_over(packed)
+            self._packer.release_packed(packed)
             raise
         return packed
 
@@ -446,13 +446,13 @@ class WeightSender(Participant):
         try:
             version = self._driver.dispatch(event, packed)
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
-            raise self._reporter.all_ended(error) from None
+            raise self._reporter.add_report(error) from None
         except ConfigurationError:
             if wanted.targets is None and wanted.allow_empty and not self._driver.data.workers:  # they left meanwhile
                 return None
             raise
         finally:
-            self._packer.handed_over(packed)
+            self._packer.release_packed(packed)
         self._reporter.dispatched(packed, packed.stopwatch)
         return version
 
@@ -489,7 +489,7 @@ class WeightSender(Participant):
             driver.take(pure.Deadline(version))
             return self._reporter.so_far(OutcomeKind.TIMED_OUT)
 
-    def _delivered(self, report: SyncReport, failing: OnFailure) -> SyncReport:
+    def _deliver_report(self, report: SyncReport, failing: OnFailure) -> SyncReport:
         """Return the report or raise its failures. That the update was abandoned during the wait is always raised."""
         self._reporter.delivered()
         all_is_well = report.ok and report.previous is None

@@ -10,8 +10,8 @@ from typing import Any, Final
 from weightsync.engine.delta import VersionPayloads, version_payloads
 from weightsync.engine.driver import Driver, Hearing, Lane, close, flush, handler_failed, read, watch
 from weightsync.engine.packer import Packed, SentUpdate
-from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_of, worth_parts
-from weightsync.engine.refusal_hints import from_a_sender, sender_hint
+from weightsync.engine.parts import OutgoingParts, outgoing_parts, whole_part, worth_parts
+from weightsync.engine.refusal_hints import sender_hint, sender_message_error
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.options import Verify
 from weightsync.protocol import sender as pure
@@ -27,7 +27,7 @@ from weightsync.transports.process import own_host, own_identity
 from weightsync.transports.wakeup import AwaitedProcess
 
 #: Takes an event of a link.
-Taking = Callable[[pure.Event], object]
+TakeEvent = Callable[[pure.Event], object]
 
 _UNLINKED: Final = frozenset({State.UNINITIALIZED, State.CLOSED})
 _DUE: Final = attrgetter("due")
@@ -63,7 +63,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         #: Shared by links that send their updates together (a fan-out); None: each link sends on its own.
         self._gathering: Gathering | None = None
         #: The ending and the reason in this sender's goodbyes; here: it has not failed.
-        self._parting: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
+        self._goodbye: tuple[Ending, str] = (Ending.CLOSED, "the sender closed this link")
         #: The newest version that is not of the trainer's present model; 0: all are.
         self.last_of_former_model = 0
         #: The level at which a worker's goodbye is logged.
@@ -82,14 +82,14 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 if self._gathering is None:
                     self.take(event)
                 else:
-                    self._take_together(self._gathering, event)
+                    self._take_gathered(self._gathering, event)
             except BaseException:
                 if self.data.version < version:
                     self._release(version)
                 raise
             return version
 
-    def _take_together(self, gathering: Gathering, event: pure.Send | pure.SendAsync) -> None:
+    def _take_gathered(self, gathering: Gathering, event: pure.Send | pure.SendAsync) -> None:
         """Take a dispatch whose updates leave their links together."""
         gathering.begin()
         try:
@@ -134,7 +134,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def fail(self, reason: str) -> None:
         """Close for good because of an error, which every goodbye carries."""
         with self.lock:
-            self._parting = (Ending.FAILED, reason)
+            self._goodbye = (Ending.FAILED, reason)
             self.close()
 
     def reported(self, report: SyncReport) -> None:
@@ -240,7 +240,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         closing, self.awaited = lane.link, self.awaited - (lane.awaited is not None)
         self._open = tuple(each.link for each in self._links.values())
         self.hearing.closed(link)
-        ending, reason = self._parting
+        ending, reason = self._goodbye
         try:
             closing.send(Bye(model_id=self.model_id, incarnation=self.data.incarnation, reason=reason, ending=ending))
         except Exception as error:  # noqa: BLE001 - it may be closing because it failed
@@ -331,7 +331,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             return False
         return True
 
-    def _read(self, number: int, lane: Lane, take: Taking) -> None:
+    def _read(self, number: int, lane: Lane, take: TakeEvent) -> None:
         """Read a link, and handle what has arrived; first the messages that an outer call has read, but not handled."""
         worker, link, unread, failed = lane.worker, lane.link, lane.unread, None
         try:
@@ -361,13 +361,13 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             if lane.link is link:
                 self._step(pure.LinkLost(lane.worker, number, reason))
 
-    def _read_then_lose(self, worker: int, number: int, reason: str, take: Taking) -> None:
+    def _read_then_lose(self, worker: int, number: int, reason: str, take: TakeEvent) -> None:
         """Take the events of a link that can no longer be written to: what arrived before its loss, then the loss."""
         if number in self._links:
             self._read(number, self._links[number], take)
         take(pure.LinkLost(worker, number, reason))
 
-    def _handle(self, worker: int, number: int, link: Link, message: Message, take: Taking) -> None:
+    def _handle(self, worker: int, number: int, link: Link, message: Message, take: TakeEvent) -> None:
         match message:
             case Bye(incarnation=0) | Refusal(incarnation=0):
                 take(pure.Answer(worker, number, message))  # STALE: it names no sender
@@ -387,7 +387,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                     if waiting:
                         self._send_update(worker, number, waiting)
                         self._finish()
-            case _ if reason := from_a_sender(worker, message):
+            case _ if reason := sender_message_error(worker, message):
                 raise ProtocolError(reason)
             case Hello():
                 self._links[number].watched = watch(link, message)
@@ -427,7 +427,7 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
             lanes = [lane for lane in self._links.values() if targets is None or lane.worker in targets]
             up = [lane for lane in lanes if self.data.workers[lane.worker].link_state is pure.LinkState.UP]
             payload_id, names = payload.segment.next_seal, (self.model_id, self.data.incarnation)
-            return outgoing_parts(self.lock, up, payload, verify, whole_of(payload_id, nbytes, *names))
+            return outgoing_parts(self.lock, up, payload, verify, whole_part(payload_id, nbytes, *names))
 
     def all_share(self, payload: Buffer, nbytes: int) -> bool:
         """Whether every worker that has a link maps a payload's buffer, so that no byte of it travels."""

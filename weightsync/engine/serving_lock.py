@@ -84,7 +84,7 @@ class ServingLock:
         with self._lock:  # held until the model has moved
             alone = self._wait_for(lambda: self._may_fork(own, served), seconds)
             if self._swapping not in (None, own):
-                served.forked_amid_swap()
+                served.warn_of_fork_amid_swap()
                 return
             self._serving[own].append(entry)
             if alone:
@@ -93,7 +93,7 @@ class ServingLock:
 
     def _may_fork(self, own: int, served: ServedModel) -> bool:
         still = self._swapping is None and not served.in_slot
-        return still or self._swapping == own or self._free(besides=own)
+        return still or self._swapping == own or self._is_free(besides=own)
 
     def patience(self) -> float:
         """Seconds for which a new forward now waits for others to end, or for threads that wait to change the model."""
@@ -108,20 +108,20 @@ class ServingLock:
         """
         with self._lock:
             if entry is None:
-                self._pop(threading.get_ident())
+                self._end_entry(threading.get_ident())
                 return
             for thread, entries in list(self._serving.items()):
                 if entry in entries:
-                    self._pop(thread, entries.index(entry))
+                    self._end_entry(thread, entries.index(entry))
 
     def leave_forward(self) -> None:
         """End the forward that this thread began last. Do nothing if it began before its model was guarded."""
         own = threading.get_ident()
         with self._lock:
             if own in self._serving and isinstance(self._serving[own][-1], FrameType):
-                self._pop(own)
+                self._end_entry(own)
 
-    def _pop(self, thread: int, index: int = -1) -> None:
+    def _end_entry(self, thread: int, index: int = -1) -> None:
         """End one of the things that a thread began, if there is any."""
         if thread not in self._serving:
             return
@@ -151,10 +151,10 @@ class ServingLock:
         """
         own = threading.get_ident()
         with self._lock:
-            free = (self._swapping is None and not self._serving) or self._free()
+            free = (self._swapping is None and not self._serving) or self._is_free()
             if self._swapping == own or own in self._serving:
                 return False
-            if not (free or (timeout != 0.0 and self._wait_for(self._free, timeout))):
+            if not (free or (timeout != 0.0 and self._wait_for(self._is_free, timeout))):
                 return False
             self._swapping, self._queued_since = own, None
             return True
@@ -185,17 +185,17 @@ class ServingLock:
                 )
         try:
             with self._lock:
-                self._await_free(own, deadline, asked)
+                self._wait_until_free(own, deadline, asked)
                 self._swapping, self._queued_since = own, None
             yield
         finally:
             if self._swapping == own:
                 self.end_swap()
 
-    def _await_free(self, own: int, deadline: Deadline, asked: str) -> None:
+    def _wait_until_free(self, own: int, deadline: Deadline, asked: str) -> None:
         self._queued += 1
         try:
-            while not self._wait_for(lambda: self._free(besides=own), deadline.nap):
+            while not self._wait_for(lambda: self._is_free(besides=own), deadline.nap):
                 if deadline.passed:
                     raise ModelBusyError(
                         f"{asked}(): other threads used the model until the timeout (a forward, or a serving() block). "
@@ -212,7 +212,7 @@ class ServingLock:
             if self._waiters:
                 self._changed.notify_all()
 
-    def _free(self, besides: int | None = None) -> bool:
+    def _is_free(self, besides: int | None = None) -> bool:
         if self._swapping is not None:
             return False
         for thread, entries in list(self._serving.items()):
@@ -256,12 +256,12 @@ def compiled_frame() -> FrameType:
     """The frame of the compiled call that runs the hook: past those of torch's compiler, and of the hook itself."""
     frame = sys._getframe(1)
     ours = frame.f_globals["__name__"]
-    while frame.f_back is not None and _is_beside(frame.f_globals.get("__name__", ""), ours):
+    while frame.f_back is not None and _is_hook_or_compiler(frame.f_globals.get("__name__", ""), ours):
         frame = frame.f_back
     return frame
 
 
-def _is_beside(module: str, ours: str) -> bool:
+def _is_hook_or_compiler(module: str, ours: str) -> bool:
     return module == ours or module.startswith("torch._dynamo")
 
 
@@ -392,7 +392,7 @@ class ServedModel:
                 *(self._driver.model_id, error),
             )
 
-    def forked_amid_swap(self) -> None:
+    def warn_of_fork_amid_swap(self) -> None:
         """Warn of a fork that could not wait for a swap any longer."""
         logger.warning(
             "model %r: the process forks while a version goes live, which took longer than %g seconds. In the child, "

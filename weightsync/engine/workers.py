@@ -128,11 +128,11 @@ class Workers:
                 seen = self._driver.waker.fired
                 self._driver.require(SenderInput.SEND, asked)
                 self._driver.pump()
-                expected = self._in(LinkState.EXPECTED)
+                expected = self._workers_in_state(LinkState.EXPECTED)
                 if not expected:
                     break
                 if deadline.passed:
-                    self._time_out(sorted(expected))
+                    self._raise_timeout(sorted(expected))
                 shield.deliver()
                 self._driver.wait(seconds_to_check(deadline.nap) if self._driver.awaited else deadline.nap, seen)
         self._require_all_up()
@@ -142,7 +142,7 @@ class Workers:
         """Make the slots that had to wait for the workers' answers."""
         self._packer.reserve(self._driver)
 
-    def _time_out(self, expected: list[int]) -> NoReturn:
+    def _raise_timeout(self, expected: list[int]) -> NoReturn:
         known = {worker: remark for worker in expected if (remark := self._driver.remark(worker))}
         remarks = "".join(f" Worker {worker}: {sentence(remark)}" for worker, remark in known.items())
         raise AckTimeoutError(
@@ -162,14 +162,14 @@ class Workers:
             raise RefusedError(f"{reasons} Give it the trainer's model and add_worker() it again.", refused=refused)
 
     def _reasons(self, link_state: LinkState) -> dict[int, str]:
-        return {worker: entry.reason for worker, entry in self._in(link_state).items()}
+        return {worker: entry.reason for worker, entry in self._workers_in_state(link_state).items()}
 
-    def _in(self, link_state: LinkState) -> dict[int, pure.Entry]:
+    def _workers_in_state(self, link_state: LinkState) -> dict[int, pure.Entry]:
         """The workers whose link is in a state."""
         workers = dict(self._driver.data.workers.items())
         return {worker: entry for worker, entry in workers.items() if entry.link_state is link_state}
 
-    def refuse_too_few(self, wanted: SendTargets, always: int | None) -> None:
+    def require_enough_workers(self, wanted: SendTargets, always: int | None) -> None:
         """Raise ConfigurationError: there are fewer workers than expected, or what is expected is not a number.
 
         Args:

@@ -229,7 +229,7 @@ def gone(receiver: WeightReceiver, error: TransportError, when: str) -> Transpor
     driver = receiver.driver
     if not driver.ended:
         return error
-    return driver.ended_as(f"the trainer was lost {when}: {sentence(driver.ended)}")
+    return driver.ended_error(f"the trainer was lost {when}: {sentence(driver.ended)}")
 
 
 class _Begins(Hook):

@@ -544,7 +544,7 @@ class WeightSyncScheme(Configured):
     def _participants(self) -> tuple[WeightSender | None, WeightReceiver | None]:
         return self._sender_side.sender, self._receiver_side.receiver
 
-    def _close_after(self, error: BaseException) -> None:
+    def _close_on_error(self, error: BaseException) -> None:
         for participant in self._participants:
             if participant is not None:
                 participant.fail(error)  # the other ends are notified

@@ -13,7 +13,7 @@ from weightsync.clock import Deadline, Timeout
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, WorkerLostError
 from weightsync.schemes.relay import is_torchrls
-from weightsync.transports.wakeup import FoundLater
+from weightsync.transports.wakeup import DeferredProcess
 
 
 class WorkerKind(enum.Enum):
@@ -71,7 +71,7 @@ def _kind_of(collector: Any) -> WorkerKind | None:
     return next((kind for name, kind in _KINDS.items() if optional(collector, name) is not MISSING), None)
 
 
-def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, FoundLater]:
+def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, DeferredProcess]:
     """By worker id: what finds the process of a TorchRL collector's worker. Empty if it has none on this host.
 
     The collector starts them after `init_on_sender`, before `connect`.
@@ -79,7 +79,7 @@ def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, Found
     if not has_processes(context):
         return {}
     collector = weakref.ref(context)
-    return {worker: FoundLater(partial(_started, collector, worker)) for worker in workers}
+    return {worker: DeferredProcess(partial(_started, collector, worker)) for worker in workers}
 
 
 def _started(collector: weakref.ref[Any], worker: int) -> Any:

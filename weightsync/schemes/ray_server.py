@@ -34,7 +34,7 @@ from weightsync.transports.calls.same_host import SegmentPlace
 from weightsync.transports.calls.server import CallRefused, CallServer, Frames, Parcel
 from weightsync.transports.calls.without_receiver import another_model, rejection
 from weightsync.transports.ray import server
-from weightsync.transports.ray.client import WAY
+from weightsync.transports.ray.client import TRANSPORT_NAME
 from weightsync.transports.ray.session import own_actor
 from weightsync.transports.sealing import is_envelope
 
@@ -69,7 +69,7 @@ class ActorServer:
         self.lock = threading.RLock()
         #: The receiver that the calls drive; None if there is none yet, or if a background thread reads for it.
         self.receiver: WeightReceiver | None = None
-        self._call_server = CallServer(model_id, WAY, own_actor)
+        self._call_server = CallServer(model_id, TRANSPORT_NAME, own_actor)
         self._listening = False
         self._unanswered: dict[str, list[Answer]] = {}
         #: Guards the forwards of an actor that is not serial.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weightsync.clock import wall_time
-from weightsync.engine.events import EndsSpans, EventKind, Subscription, SyncEvent, SyncPhase, SyncRole
+from weightsync.engine.events import EventKind, SpanTracer, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.protocol.report import OutcomeKind
 from weightsync.schemes.base import WeightSyncScheme
@@ -90,7 +90,7 @@ class _Open:
     overdue: bool = False
 
 
-class Spans(EndsSpans):
+class Spans(SpanTracer):
     """The spans of one scheme.
 
     Args:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from weightsync.engine.events import Drops, EventKind, Events, Subscription, SyncEvent, SyncPhase, SyncRole
+from weightsync.engine.events import DropCounter, EventKind, Events, Subscription, SyncEvent, SyncPhase, SyncRole
 from weightsync.errors import ConfigurationError, MissingExtraError
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.telemetry import require_scheme
@@ -80,7 +80,7 @@ class Metrics(Collector):
         self._workers = Gauge("weightsync_workers", "Workers that are connected", ("model",), registry=registry)
         self._lock = threading.Lock()
         #: The events of each scheme that is watched, as long as they exist, and how many of them were dropped.
-        self._watched: dict[Drops, weakref.ref[Events]] = {}
+        self._watched: dict[DropCounter, weakref.ref[Events]] = {}
         #: How many events of schemes that no longer exist were dropped.
         self._dropped_before = 0
         self._senders: dict[str, _Sender] = {}

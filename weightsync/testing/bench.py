@@ -199,7 +199,7 @@ class Bench:
             packed = self.payloads.packed()
             sender.oracle.take(event)
             version = sender.driver.dispatch(event, packed)
-            self.payloads.handed_over(packed)
+            self.payloads.release_packed(packed)
         return version
 
     def repeat(self, worker: int, back: int = 1) -> None:

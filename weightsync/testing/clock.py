@@ -43,7 +43,7 @@ class FakeClock(Clock):
 
     def __enter__(self) -> Self:
         self._started = super().monotonic(), super().time_ns()
-        self._installed.enter_context(clock.replaced_by(self))
+        self._installed.enter_context(clock.use_clock(self))
         return self
 
     def __exit__(self, *_: object) -> None:

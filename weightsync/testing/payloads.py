@@ -62,7 +62,7 @@ class Payloads:
         self._seed_of: dict[bytes, int] = {}
 
     def packed(self) -> Packed:
-        """The next version's weights, which we pin until `handed_over`."""
+        """The next version's weights, which we pin until `release_packed`."""
         seed = next(self._seeds)
         buffer = self._made(seed)
         buffer.pin(self)
@@ -88,7 +88,7 @@ class Payloads:
         """A payload, and the digest that it must keep."""
         return None if payload is None else (payload, digest(payload, b""))
 
-    def handed_over(self, packed: Packed) -> None:
+    def release_packed(self, packed: Packed) -> None:
         """Unpin the weights: the driver and the links have pinned what they need."""
         packed.buffer.unpin(self)
 

@@ -91,7 +91,7 @@ def _dispatch(driver: SenderDriver, payloads: Payloads, event: sending.Send | se
     try:
         driver.dispatch(event, packed)
     finally:
-        payloads.handed_over(packed)
+        payloads.release_packed(packed)
 
 
 def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_gates: Any) -> int:

@@ -161,7 +161,7 @@ class ReplayActors:
     def _dispatch(self, s: int, event: sending.Send | sending.SendAsync) -> None:
         packed = self.payloads.packed()
         self.senders[s].driver.dispatch(event, packed)
-        self.payloads.handed_over(packed)
+        self.payloads.release_packed(packed)
 
     def _give_up(self, s: int, w: int) -> None:
         driver = self.senders[s].driver

@@ -408,7 +408,7 @@ class Waits(Generic[_Waited]):
         self._owners: dict[int, dict[int, int]] = {}
         self._poller = select.poll()
         #: How many waits may follow until all links are asked again.
-        self._left = 0
+        self._waits_left = 0
         self._steady = False
 
     def wait(self, links: Sequence[_Waited], timeout: float | None, since: int | None = None) -> list[_Waited]:
@@ -417,8 +417,8 @@ class Waits(Generic[_Waited]):
         if fd is None:
             return []
         try:
-            if self._left <= 0 or self.changed or links is not self._links:
-                self._ask(links, fd)
+            if self._waits_left <= 0 or self.changed or links is not self._links:
+                self._update_descriptors(links, fd)
             if since is not None and self._waker.fired != since:
                 timeout = 0.0
             left = math.inf if timeout is None else max(timeout, 0.0)
@@ -432,43 +432,43 @@ class Waits(Generic[_Waited]):
         finally:
             self._waker.leave()
         if not self._steady:
-            self._left = self._left - 1 if ready else 0
-        return self._found(links, ready, fd) if ready else []
+            self._waits_left = self._waits_left - 1 if ready else 0
+        return self._ready_links(links, ready, fd) if ready else []
 
-    def _found(self, links: Sequence[_Waited], ready: list[tuple[int, int]], waker: int) -> list[_Waited]:
+    def _ready_links(self, links: Sequence[_Waited], ready: list[tuple[int, int]], waker: int) -> list[_Waited]:
         """The links behind the descriptors that are ready."""
         found: set[int] = set()
         for known, event in ready:
             if known == waker:
                 self._waker.clear()
             if known == waker or event & select.POLLNVAL:
-                self._left = 0
+                self._waits_left = 0
             for place in self._owners.get(known, ()):
                 found.add(place)
                 if event & select.POLLOUT or known != next(iter(self._wanted[place])):
                     self.changed.add(id(links[place]))
         return list(map(links.__getitem__, sorted(found)))
 
-    def _ask(self, links: Sequence[_Waited], waker: int) -> None:
+    def _update_descriptors(self, links: Sequence[_Waited], waker: int) -> None:
         """Ask the links for their descriptors: those whose descriptors may have changed, or all."""
-        if self._left > 0 and len(links) == len(self._links) and all(map(operator.is_, links, self._links)):
+        if self._waits_left > 0 and len(links) == len(self._links) and all(map(operator.is_, links, self._links)):
             self._links = links
             while self.changed:
                 place = self._places.get(self.changed.pop())
                 if place is not None:
-                    self._ask_one(place)
+                    self._update_link(place)
             return
         self.changed.clear()
         self._forget()
         self._links, self._wanted = links, [{} for _ in links]
         self._places = {id(link): place for place, link in enumerate(links)}
-        self._left = len(links)
+        self._waits_left = len(links)
         self._steady = all(isinstance(link, Steady) for link in links)
         self._poller.register(waker, select.POLLIN)
         for place in range(len(links)):
-            self._ask_one(place)
+            self._update_link(place)
 
-    def _ask_one(self, place: int) -> None:
+    def _update_link(self, place: int) -> None:
         try:
             readable, writable = self._links[place].waitables(), self._links[place].wants_write()
         except Exception as error:

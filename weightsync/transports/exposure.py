@@ -52,7 +52,7 @@ def warn_exposed(link: str, remedy: str = _OUR_KEY) -> None:
 
 def is_exposed(host: str, port: int) -> bool:
     """Whether other hosts can reach a server at that address: it is not the loopback's, or not only."""
-    return not _names_loopback(host) or _listens_everywhere(port)
+    return not _resolves_to_loopback(host) or _listens_everywhere(port)
 
 
 def is_loopback(address: str) -> bool:
@@ -63,7 +63,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _names_loopback(host: str) -> bool:
+def _resolves_to_loopback(host: str) -> bool:
     try:
         return is_loopback(host) or is_loopback(socket.gethostbyname(host))
     except OSError:

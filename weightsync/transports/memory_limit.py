@@ -43,7 +43,7 @@ def available_memory(proc: Path = _PROC) -> int | None:
     Args:
         proc: where ``/proc`` is mounted.
     """
-    return _in_meminfo(proc, "MemAvailable")
+    return _read_meminfo(proc, "MemAvailable")
 
 
 def memory_left(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int | None:
@@ -53,10 +53,10 @@ def memory_left(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int | None:
         cgroups: where the kernel's cgroups are mounted.
         proc: where ``/proc`` is mounted.
     """
-    return min(_left(cgroups, proc), default=None)
+    return min(_left_by_cgroup(cgroups, proc), default=None)
 
 
-def _left(cgroups: Path, proc: Path) -> Iterator[int]:
+def _left_by_cgroup(cgroups: Path, proc: Path) -> Iterator[int]:
     """What the limit of each cgroup around this process leaves. Nothing where the kernel does not say."""
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -78,10 +78,10 @@ def _left_in(root: Path, path: str, limit: str, *used: str) -> Iterator[int]:
 
 
 def _free_swap(proc: Path) -> int:
-    return _in_meminfo(proc, "SwapFree") or 0
+    return _read_meminfo(proc, "SwapFree") or 0
 
 
-def _in_meminfo(proc: Path, name: str) -> int | None:
+def _read_meminfo(proc: Path, name: str) -> int | None:
     """A number of bytes that the kernel says of the machine's memory."""
     for line in _lines(proc / "meminfo"):
         if line.startswith(f"{name}:"):

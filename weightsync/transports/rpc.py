@@ -37,14 +37,14 @@ WorkerInfo = Any
 #: own deadlines.
 ENDLESS: Final = 0.0
 #: What a rank's end means for the others, in torch 2.15.
-NOBODY_NEW: Final = (
+NO_NEW_RANK: Final = (
     "torch's RPC cannot replace a rank that died: the others continue without it; to have it back, start a new "
     "world in new processes"
 )
 
 
 #: The name of this transport in link identities, where there is a key.
-WAY: Final = "rpc"
+TRANSPORT_NAME: Final = "rpc"
 #: How many call servers a process keeps, not counting those that are in use.
 _IDLE_KEPT: Final = 256
 
@@ -75,12 +75,12 @@ class _CallServers:
         with self._lock:
             server = self._call_servers.pop(model_id, None)
             if server is None:
-                server = CallServer(model_id, WAY, _own_name, self._unreachable)
-                self._keep_few()
+                server = CallServer(model_id, TRANSPORT_NAME, _own_name, self._unreachable)
+                self._evict_excess()
             self._call_servers[model_id] = server  # last: the first ones are those that were not asked for the longest
             return server
 
-    def _keep_few(self) -> None:
+    def _evict_excess(self) -> None:
         """Drop what is left of senders whose models nobody has received here: each may have had a name of its own."""
         if len(self._call_servers) >= _IDLE_KEPT:
             idle = [model_id for model_id, server in self._call_servers.items() if server.idle]
@@ -148,7 +148,7 @@ def _deliver(
     except WeightSyncError as error:
         over.set_result(Delivered((), str(error)))
         return over
-    answer.add_done_callback(_Return(over, torch_rpc.api._get_current_rpc_agent()))
+    answer.add_done_callback(_AnswerCallback(over, torch_rpc.api._get_current_rpc_agent()))
     return over
 
 
@@ -166,7 +166,7 @@ def _payload_of(carried: torch.Tensor | tuple[int, ...]) -> tuple[memoryview | N
 
 
 @dataclass(frozen=True, slots=True)
-class _Return:
+class _AnswerCallback:
     """Returns a call's answer."""
 
     over: torch.futures.Future[Delivered]
@@ -229,7 +229,7 @@ def worker_named(worker: Any, peer: str) -> WorkerInfo:
         return torch_rpc.api._to_worker_info(worker)
     except (RuntimeError, TypeError) as error:  # TypeError: the number is too large for a rank
         raise ConfigurationError(
-            f"{peer}: RPC knows no worker {worker!r} ({plain(error)}). If it replaces one that died: {NOBODY_NEW}."
+            f"{peer}: RPC knows no worker {worker!r} ({plain(error)}). If it replaces one that died: {NO_NEW_RANK}."
         ) from error
 
 
@@ -240,10 +240,10 @@ def plain(error: BaseException) -> str:
 
 def lost(peer: str, error: BaseException) -> TransportError:
     """The error of a call that ended without an answer."""
-    if raised_there(error):
+    if raised_remotely(error):
         reason = f"{peer} could not accept our call: is weightsync installed there? ({plain(error)})"
     elif is_initialised() and "pipe closed" not in str(error):
-        reason = f"RPC can no longer reach {peer} ({plain(error)}). {NOBODY_NEW}"
+        reason = f"RPC can no longer reach {peer} ({plain(error)}). {NO_NEW_RANK}"
     else:
         reason = f"RPC was shut down here before {peer} had answered ({plain(error)}): it may have applied the update"
     found = TransportError(f"{reason}.")
@@ -312,7 +312,7 @@ class RpcCallClient(SharesMemory):
         self._model_id = model_id
         self._peer = peer
         self._link = new_name()
-        self._seal = seal_of(key, Identity(WAY, model_id, str(worker.name), self._link), peer)
+        self._seal = seal_of(key, Identity(TRANSPORT_NAME, model_id, str(worker.name), self._link), peer)
         self._shared = SharedPayloads()
         self._next = 0
         self._greeted = self._closed = False
@@ -339,7 +339,7 @@ class RpcCallClient(SharesMemory):
             )
         self._next += 1
         if not self._greeted and not isinstance(message, Bye):
-            self._ask_for_others()
+            self._ask_for_other_models()
         return answers
 
     def _send_goodbye(self, number: int, frame: bytes) -> Answers:
@@ -356,12 +356,12 @@ class RpcCallClient(SharesMemory):
                 )
             raise
 
-    def _ask_for_others(self) -> None:
+    def _ask_for_other_models(self) -> None:
         """Find out whether receivers of other models only listen there. The handshake still waits for ours."""
         with contextlib.suppress(TransportError):  # the call that carries the message reports it
-            ask_listening(self._worker, self._model_id, self._peer).add_done_callback(self._found_others)
+            ask_listening(self._worker, self._model_id, self._peer).add_done_callback(self._note_other_models)
 
-    def _found_others(self, found: Future[Sequence[str]]) -> None:
+    def _note_other_models(self, found: Future[Sequence[str]]) -> None:
         models = () if found.exception() is not None else found.result()
         if models and self._model_id not in models and not self._greeted:
             self.remark = another_model(self._model_id, models)
@@ -384,7 +384,7 @@ class RpcCallClient(SharesMemory):
             raise lost(self._peer, error) from error
         if delivered.failure:
             raise ClosedByPeer(f"{self._peer} refused a call: {delivered.failure}")
-        messages = self._seal.brought(self._shared.without_mark(delivered.frames))
+        messages = self._seal.brought(self._shared.strip_mark(delivered.frames))
         self._shared.heard(messages)
         if messages:
             self._greeted, self.remark = True, ""
@@ -419,13 +419,13 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequen
         try:
             found.set_result(over.value())
         except Exception as error:  # noqa: BLE001 - reported to the call that waits
-            found.set_result(()) if raised_there(error) else found.set_exception(lost(peer, error))
+            found.set_result(()) if raised_remotely(error) else found.set_exception(lost(peer, error))
         return ()
 
     begin(peer, lambda: rpc.rpc_async(worker, _listening, args=(model_id,), timeout=ENDLESS), said)
     return found
 
 
-def raised_there(error: BaseException) -> bool:
+def raised_remotely(error: BaseException) -> bool:
     """Whether the called code raised it, or unpickling it there, and not RPC: torch names the place in the message."""
     return any(words in str(error) for words in ("On WorkerInfo(", "Error on Node "))

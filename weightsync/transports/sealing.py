@@ -67,18 +67,18 @@ class Reason(enum.IntEnum):
     WORKER_HAS_NONE = 3
 
 
-_SAME: Final = f"Give both ends the same key= or {VARIABLE}"
+_SAME_KEY: Final = f"Give both ends the same key= or {VARIABLE}"
 #: For the sender, about the worker.
 _MESSAGES: Final = {
-    Reason.OTHER_KEY: f"{{}} has another key and accepted nothing from this process. {_SAME}.",
-    Reason.SENDER_HAS_NONE: f"{{}} has a key and this process has none: it accepted nothing. {_SAME}.",
-    Reason.WORKER_HAS_NONE: f"{{}} has no key, and this process has one: it accepted nothing. {_SAME}.",
+    Reason.OTHER_KEY: f"{{}} has another key and accepted nothing from this process. {_SAME_KEY}.",
+    Reason.SENDER_HAS_NONE: f"{{}} has a key and this process has none: it accepted nothing. {_SAME_KEY}.",
+    Reason.WORKER_HAS_NONE: f"{{}} has no key, and this process has one: it accepted nothing. {_SAME_KEY}.",
 }
 #: For the worker, about a sender.
 TURNED_AWAY: Final = {
-    Reason.OTHER_KEY: f"it has another key. {_SAME}, if it is yours",
-    Reason.SENDER_HAS_NONE: f"it has no key, and this process has one. {_SAME}, if it is yours",
-    Reason.WORKER_HAS_NONE: f"it has a key, and this process has none. {_SAME}, if it is yours",
+    Reason.OTHER_KEY: f"it has another key. {_SAME_KEY}, if it is yours",
+    Reason.SENDER_HAS_NONE: f"it has no key, and this process has one. {_SAME_KEY}, if it is yours",
+    Reason.WORKER_HAS_NONE: f"it has a key, and this process has none. {_SAME_KEY}, if it is yours",
 }
 
 
@@ -93,7 +93,7 @@ class Identity(NamedTuple):
     name: str
 
 
-class _Computed:
+class _BufferDigests:
     """The digests of what one buffer held last."""
 
     def __init__(self) -> None:
@@ -103,19 +103,19 @@ class _Computed:
         self.digests: dict[tuple[int, int], bytes] = {}
 
 
-class _Known(PerProcess):
+class _DigestCache(PerProcess):
     """The digests of what the buffers of this process held last."""
 
     def _begin(self) -> None:
-        self._computed: WeakKeyDictionary[Buffer, _Computed] = WeakKeyDictionary()
+        self._computed: WeakKeyDictionary[Buffer, _BufferDigests] = WeakKeyDictionary()
 
-    def of(self, payload: Buffer) -> _Computed:
+    def of(self, payload: Buffer) -> _BufferDigests:
         """The digests of what one buffer held last."""
         with self._lock:
-            return self._computed.setdefault(payload, _Computed())
+            return self._computed.setdefault(payload, _BufferDigests())
 
 
-_known: Final = _Known()
+_digest_cache: Final = _DigestCache()
 
 
 def digest_of(payload: memoryview) -> bytes:
@@ -134,7 +134,7 @@ def sent_part_digest(part: Part, payload: Buffer) -> bytes:
 
 
 def _sent_range_digest(held: tuple[int, int] | bytes, payload: Buffer, start: int, end: int) -> bytes:
-    computed = _known.of(payload)
+    computed = _digest_cache.of(payload)
     with computed.lock:
         if computed.held != held:
             computed.held, computed.digests = held, {}
@@ -210,7 +210,7 @@ def without_key(text: Readable, peer: str) -> AuthenticationError:
     envelope = Envelope.of(text)
     if envelope.kind is EnvelopeKind.REFUSED:
         return refused(envelope, peer)
-    return AuthenticationError(f"{peer} has a key and this process has none. {_SAME}.")
+    return AuthenticationError(f"{peer} has a key and this process has none. {_SAME_KEY}.")
 
 
 class _Session(NamedTuple):
@@ -264,14 +264,14 @@ class SenderSeal:
         if envelope.kind is EnvelopeKind.REFUSED and self._session is None:
             raise refused(envelope, self._peer)
         if envelope.kind is EnvelopeKind.CHALLENGE:
-            self._take(envelope)
+            self._accept_challenge(envelope)
         elif envelope.kind is EnvelopeKind.ANSWER and self._session is not None:
             envelope.verify(self._session.up)
         else:
             raise AuthenticationError(f"{self._peer} sent a message that no worker sends here: it was rejected.")
         return envelope
 
-    def _take(self, envelope: Envelope) -> None:
+    def _accept_challenge(self, envelope: Envelope) -> None:
         envelope.verify(self._key.derived("challenge", *self._identity))
         nonce = bytes(envelope.content)
         if self._session is not None and nonce != self._nonce:
@@ -382,7 +382,7 @@ class KeyedSeal:
     def brought(self, frames: Sequence[bytes]) -> list[Message]:
         """The answers. A repeated answer is rejected."""
         messages = []
-        for frame in _listed(frames):
+        for frame in _require_frames(frames):
             envelope = self._seal.open(frame)
             if envelope.kind is EnvelopeKind.CHALLENGE:
                 raise Challenged(f"{self._peer} challenged a call that answered its challenge.")
@@ -406,13 +406,13 @@ def decoded(frames: Sequence[bytes], peer: str = "the worker") -> list[Message]:
         AuthenticationError: the worker has a key.
         ProtocolError: a frame is malformed.
     """
-    for frame in _listed(frames):
+    for frame in _require_frames(frames):
         if is_envelope(frame):
             raise without_key(frame, peer)
     return [codec.decode(frame) for frame in frames]
 
 
-def _listed(frames: Sequence[bytes]) -> Sequence[bytes]:
+def _require_frames(frames: Sequence[bytes]) -> Sequence[bytes]:
     """The frames of a call's result, which may be of any type."""
     if not isinstance(frames, list | tuple):
         raise codec.malformed(f"A call returned a {type(frames).__name__} instead of answers", b"")

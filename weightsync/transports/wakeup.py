@@ -17,7 +17,7 @@ _Process = BaseProcess | subprocess.Popen[Any] | int
 
 
 @dataclass(frozen=True, slots=True)
-class FoundLater:
+class DeferredProcess:
     """A process that its owner starts later.
 
     Attributes:
@@ -39,14 +39,14 @@ class AwaitedProcess:
 
     def __init__(self, process: Any) -> None:
         given: Any = (
-            process if isinstance(process, BaseProcess | subprocess.Popen | FoundLater) else whole_number(process)
+            process if isinstance(process, BaseProcess | subprocess.Popen | DeferredProcess) else whole_number(process)
         )
         if not given:
             raise ConfigurationError(
                 f"process= is {process!r}: give the worker's multiprocessing.Process (or subprocess.Popen), or its "
                 "process id. Nothing has changed."
             )
-        self._find: Callable[[], _Process | None] = given.find if isinstance(given, FoundLater) else lambda: given
+        self._find: Callable[[], _Process | None] = given.find if isinstance(given, DeferredProcess) else lambda: given
 
     @property
     def end(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._actions import Action
@@ -27,7 +27,7 @@ class SenderActs:
         if number > 1:
             line = machine.lines[0]
             yield line.time, RecordedAction(line, {"a": Action.COPY, "s": 1, "t": number})
-        for moment in machine.of(What.STEP):
+        for moment in machine.of(LineKind.STEP):
             if moment.step is None or moment.step.input is None:
                 continue
             if isinstance(moment.event, sending.Answer) and _said_to_another(machine, moment.event):
@@ -117,7 +117,7 @@ class SenderActs:
         return any(
             moment.before.link == link  # type: ignore[union-attr]
             for name, link in self._names.network.hello_receivers[machine.name, event.link]
-            for moment in self._names.network.by_name[name].of(What.STEP)
+            for moment in self._names.network.by_name[name].of(LineKind.STEP)
             if isinstance(moment.event, receiving.Close)
         )
 
@@ -188,7 +188,7 @@ class WorkerActs:
         return any(
             received.message == moment.message
             for name, link in network.hellos[machine.name, moment.link]
-            for received in network.by_name[name].of(What.RECEIVED)
+            for received in network.by_name[name].of(LineKind.RECEIVED)
             if received.link == link
         )
 
@@ -196,7 +196,7 @@ class WorkerActs:
         """The times at which links to a receiver were created."""
         for (name, _), ends in self._names.network.hellos.items():
             for sender, link in ends if name == receiver.name else ():
-                for moment in self._names.network.by_name[sender].of(What.LINK):
+                for moment in self._names.network.by_name[sender].of(LineKind.LINK):
                     if moment.link == link:
                         yield moment.line.time
 
@@ -205,13 +205,13 @@ class WorkerActs:
         owed: Moment | None = None
         for moment in machine.moments:
             event, line = moment.event, moment.line
-            if line.what is What.SENT and isinstance(moment.message, Ack | Refusal):
+            if line.what is LineKind.SENT and isinstance(moment.message, Ack | Refusal):
                 owed = moment if moment.state is State.AWAITING_ACK and moment.message == _answer(moment) else owed
-            if line.what is What.REFUSED:
+            if line.what is LineKind.REFUSED:
                 raise BeyondTheModelError("a peer broke the protocol")
             if isinstance(event, receiving.Invalidate) and owed is not None:
                 raise BeyondTheModelError("weights were applied by hand while an answer was in flight")
-            if line.what is not What.STEP or moment.step is None or moment.step.input is None:
+            if line.what is not LineKind.STEP or moment.step is None or moment.step.input is None:
                 continue
             time = line.time
             if isinstance(event, receiving.Answered) and owed is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Bye, Message, Refusal, version_of
 from weightsync.verify.judging import Run
@@ -145,12 +145,12 @@ def _own_rows(machine: Machine, lane: int, start: int) -> Iterator[Row]:
 
 def _shown(moment: Moment) -> tuple[RowKind, str] | None:
     match moment.line.what:
-        case What.STEP:
+        case LineKind.STEP:
             moved = "" if moment.state is moment.state_before else f" -> {moment.state.value}"
             return RowKind.STEP, f"{moment.line.fields.get('input') or 'LATE'}{moved}"
-        case What.REFUSED:
+        case LineKind.REFUSED:
             return RowKind.REFUSED, f"{moment.line.fields['event']['is']} refused"
-        case What.REPORTED:
+        case LineKind.REPORTED:
             return RowKind.REPORT, f"report of version {moment.line.fields.get('version')}"
         case _:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
@@ -53,7 +53,7 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
         before, after, event = moment.before, moment.after, moment.event
         assert isinstance(before, receiving.ReceiverData)
         assert isinstance(after, receiving.ReceiverData)
-        if isinstance(moment.message, Update) and moment.line.what is What.RECEIVED:
+        if isinstance(moment.message, Update) and moment.line.what is LineKind.RECEIVED:
             key = moment.message.incarnation, moment.message.version
             named.setdefault(key, set()).add(_named(moment.message))
         if after.fence < fence:
@@ -137,7 +137,7 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
 
 def _sends(machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], sent: Sent) -> Iterator[Finding]:
     update = moment.message
-    if moment.line.what is not What.SENT or not isinstance(update, Update):
+    if moment.line.what is not LineKind.SENT or not isinstance(update, Update):
         return
     workers = machine.workers[moment.link]
     data = moment.after
@@ -164,7 +164,7 @@ def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[
 
 def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     """A report must name each target, and no other worker."""
-    version = moment.line.fields.get("version") if moment.line.what is What.REPORTED else None
+    version = moment.line.fields.get("version") if moment.line.what is LineKind.REPORTED else None
     reported = {int(worker) for worker in moment.line.fields["outcomes"]} if version else set()
     if version and reported != set(targets.get(version, ())):
         what = f"the report of version {version} names workers {sorted(reported)}, but its targets are others"

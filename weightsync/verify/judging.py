@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol.machine import Role
 from weightsync.protocol.messages import Ack, Bye, Refusal
 from weightsync.protocol.report import Evidence
@@ -139,7 +139,7 @@ def verify(places: Sequence[Path]) -> Verdict:
 
 
 def _answered_by_an_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
-    for moment in machine.of(What.RECEIVED):
+    for moment in machine.of(LineKind.RECEIVED):
         message = moment.message
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             yield machine.name, moment.link

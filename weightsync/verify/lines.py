@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from weightsync.engine.recorder import FORMAT, PATTERN, What, seal
+from weightsync.engine.recorder import FORMAT, PATTERN, LineKind, seal
 from weightsync.errors import WeightSyncError
 from weightsync.protocol._tables import PROTOCOL_VERSION
 
-_WHATS: Final = {what.value: what for what in What}
+_WHATS: Final = {what.value: what for what in LineKind}
 #: Clocks count nanoseconds in 64 bits.
 _LATEST: Final = 2**63
 
@@ -46,7 +46,7 @@ class Line:
         return isinstance(what, str) and what in _WHATS
 
     @property
-    def what(self) -> What:
+    def what(self) -> LineKind:
         """The kind of the line."""
         return _WHATS[self.fields["what"]]
 
@@ -90,7 +90,7 @@ class TraceFile:
     @property
     def ended(self) -> int | None:
         """When its recording ended; None: with its process, or unknown."""
-        return self.lines[-1].time if self.lines and self.lines[-1].what is What.END else None
+        return self.lines[-1].time if self.lines and self.lines[-1].what is LineKind.END else None
 
     @property
     def clock(self) -> str:
@@ -130,7 +130,7 @@ def read_file(path: Path) -> TraceFile:
             _require_ours(path, line.fields)
         if damage is None:
             damage, checksum = _damage(line, raw, checksum)
-        if damage is None and lines and lines[-1].what is What.END:
+        if damage is None and lines and lines[-1].what is LineKind.END:
             damage = _damaged(line, "the recording had ended before it")
         # The lines after a damaged one are judged too, as far as they can be read.
         if not _can_be_judged(line):
@@ -171,7 +171,7 @@ def _parsed(raw: str) -> dict[str, Any] | None:
 
 
 def _require_ours(path: Path, header: Mapping[str, Any]) -> None:
-    if header.get("what") != What.HEADER.value:
+    if header.get("what") != LineKind.HEADER.value:
         raise UnreadableTraceError(f"{path} is not a trace of weightsync: it does not begin with a header.")
     wanted = {"format": FORMAT, "protocol": PROTOCOL_VERSION}
     for name, value in wanted.items():

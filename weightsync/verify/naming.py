@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.verify.judging import Run
@@ -83,7 +83,7 @@ class Naming:
 
     def _number_links(self, sender: Machine) -> None:
         created: dict[int, int] = {}
-        for moment in sender.of(What.STEP):
+        for moment in sender.of(LineKind.STEP):
             if isinstance(moment.event, sending.Join):
                 worker, link = moment.event.worker, moment.event.link
                 created[worker] = created.get(worker, 0) + 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from weightsync.engine.recorder import What, plain
+from weightsync.engine.recorder import LineKind, plain
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.machine import Role
@@ -66,7 +66,7 @@ class Network:
         for machine in self.machines:
             if machine.incarnation:
                 self.senders[machine.incarnation].append((_connected(machine), machine))
-            for moment in machine.of(What.LINK, What.SENT, What.CLOSED):
+            for moment in machine.of(LineKind.LINK, LineKind.SENT, LineKind.CLOSED):
                 self._given(machine, moment)
         for machine in self.machines:
             if machine.role is Role.RECEIVER:
@@ -74,7 +74,7 @@ class Network:
 
     def _given(self, machine: Machine, moment: Moment) -> None:
         place = (machine.name, moment.link)
-        if moment.line.what is What.LINK:
+        if moment.line.what is LineKind.LINK:
             self.delivery[place] = Delivery[moment.line.fields["delivery"]]
             return
         message = moment.message
@@ -86,7 +86,7 @@ class Network:
         self.sent[place].append(SentMessage(moment.line, machine.clock, message, _key(message)))
 
     def _join(self, receiver: Machine) -> None:
-        for moment in receiver.of(What.RECEIVED):
+        for moment in receiver.of(LineKind.RECEIVED):
             hello = moment.message
             if not isinstance(hello, Hello):
                 continue
@@ -111,7 +111,7 @@ class Network:
         for machine in self.machines:
             newest: dict[LinkKey, int] = {}
             broken: set[int] = set()
-            for moment in machine.of(What.RECEIVED):
+            for moment in machine.of(LineKind.RECEIVED):
                 if moment.link in broken:
                     continue
                 found = self._came(machine, moment, newest)
@@ -229,7 +229,7 @@ class Network:
             return False
         if machine.role is Role.SENDER:
             return message.incarnation == machine.incarnation
-        received = (moment.message for moment in self.by_name[end[0]].of(What.RECEIVED) if moment.link == end[1])
+        received = (moment.message for moment in self.by_name[end[0]].of(LineKind.RECEIVED) if moment.link == end[1])
         return not any(
             isinstance(each, Refusal) and each.evidence is not Evidence.ANSWER and each.version == version_of(message)
             for each in received
@@ -261,7 +261,7 @@ def _key(message: Message) -> str:
 
 def _connected(sender: Machine) -> int:
     """When a sender connected."""
-    return next(moment.line.time for moment in sender.of(What.STEP) if isinstance(moment.event, sending.Connect))
+    return next(moment.line.time for moment in sender.of(LineKind.STEP) if isinstance(moment.event, sending.Connect))
 
 
 def _described(message: Message) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from weightsync.engine.recorder import What, plain
+from weightsync.engine.recorder import LineKind, plain
 from weightsync.errors import WeightSyncError
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
@@ -90,7 +90,7 @@ class Machine:
             return False
         return clock != self.clock or self.ended <= time
 
-    def of(self, *whats: What) -> Iterator[Moment]:
+    def of(self, *whats: LineKind) -> Iterator[Moment]:
         """Its moments of these kinds."""
         return (moment for moment in self.moments if moment.line.what in whats)
 
@@ -98,7 +98,7 @@ class Machine:
     def workers(self) -> dict[int, list[int]]:
         """A sender's links, and the workers that each was created for. Read once all lines are replayed."""
         workers: dict[int, list[int]] = defaultdict(list)
-        for moment in self.of(What.LINK):
+        for moment in self.of(LineKind.LINK):
             workers[moment.link].append(moment.line.fields["worker"])
         return workers
 
@@ -106,7 +106,7 @@ class Machine:
     def applied(self) -> dict[tuple[int, int], int]:
         """When a receiver applied each version first, by incarnation and version. Read once all lines are replayed."""
         applied: dict[tuple[int, int], int] = {}
-        for moment in self.of(What.STEP):
+        for moment in self.of(LineKind.STEP):
             data = moment.after
             assert isinstance(data, receiving.ReceiverData)
             if isinstance(moment.event, receiving.Applied | receiving.Defer) and data.served is not None:
@@ -149,7 +149,7 @@ class _Player:
     def take(self, number: int, line: Line) -> Moment:
         if line.fields.get("n") != number:
             raise _Broken(f"it is event {line.fields.get('n')} of its machine, but event {number} is missing before it")
-        if (line.what is What.BORN) != (number == 0):
+        if (line.what is LineKind.BORN) != (number == 0):
             raise _Broken("a machine begins once, with its birth")
         if line.fields.get("role") != self._role:
             raise _Broken(f"its machine is a {self._role}")
@@ -158,7 +158,7 @@ class _Player:
         self._time = line.time
         _require_fields(line)
         self._number_links(line)
-        if self._reports.due is not None and line.what is not What.REPORTED:
+        if self._reports.due is not None and line.what is not LineKind.REPORTED:
             raise _Broken(f"the caller got no report after {type(self._reports.due).__name__}", ("first its report",))
         state, data = self._state, self._data
         event, step = self._advance(line)
@@ -169,7 +169,7 @@ class _Player:
     def _number_links(self, line: Line) -> None:
         """Links are numbered as they are created, and only created links can be used."""
         link = line.fields.get("link")
-        if line.what is What.LINK:
+        if line.what is LineKind.LINK:
             self._links += 1
             if link != self._links:
                 raise _Broken(f"link {link} is created, but {self._links} is the next number")
@@ -178,14 +178,14 @@ class _Player:
 
     def _advance(self, line: Line) -> tuple[Any, Step | None]:
         match line.what:
-            case What.STEP:
+            case LineKind.STEP:
                 event = decoded(self._half.event, line.fields["event"])
                 return event, self._step(line, event)
-            case What.REFUSED:
+            case LineKind.REFUSED:
                 event = decoded(self._half.event, line.fields["event"])
                 self._refused(line, event)
                 return event, None
-            case What.REPORTED:
+            case LineKind.REPORTED:
                 self._reported(line)
         return None, None
 
@@ -226,13 +226,13 @@ class _Player:
             raise _Broken("; ".join(found), (_allowed(must), possible(self._role, self._state)))
 
 
-_FIELDS: dict[What, dict[str, type]] = {
-    What.LINK: {"link": int, "delivery": str},
-    What.SENT: {"link": int, "message": dict},
-    What.RECEIVED: {"link": int, "message": dict},
-    What.FAILED: {"link": int},
-    What.CLOSED: {"link": int},
-    What.REPORTED: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
+_FIELDS: dict[LineKind, dict[str, type]] = {
+    LineKind.LINK: {"link": int, "delivery": str},
+    LineKind.SENT: {"link": int, "message": dict},
+    LineKind.RECEIVED: {"link": int, "message": dict},
+    LineKind.FAILED: {"link": int},
+    LineKind.CLOSED: {"link": int},
+    LineKind.REPORTED: {"outcomes": dict, "superseded": dict, "not_caught_up": dict, "left": dict},
 }
 
 
@@ -240,15 +240,15 @@ def _require_fields(line: Line) -> None:
     for name, kind in _FIELDS.get(line.what, {}).items():
         if type(line.fields.get(name)) is not kind:
             raise ValueError(f"its {name} is {line.fields.get(name)!r}")
-    if line.what is What.LINK and line.fields["delivery"] not in Delivery.__members__:
+    if line.what is LineKind.LINK and line.fields["delivery"] not in Delivery.__members__:
         raise ValueError(f"there is no delivery {line.fields['delivery']}")
     if (
-        line.what is What.CLOSED
+        line.what is LineKind.CLOSED
         and line.fields["role"] == Role.SENDER
         and type(line.fields.get("incarnation")) is not int
     ):
         raise ValueError("it has no incarnation")
-    if line.what is What.LINK and line.fields["role"] == Role.SENDER and type(line.fields.get("worker")) is not int:
+    if line.what is LineKind.LINK and line.fields["role"] == Role.SENDER and type(line.fields.get("worker")) is not int:
         raise ValueError("it has no worker")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import Delivery, State
@@ -93,23 +93,23 @@ class Talk:
         """Follow one line. Raises UnexpectedLine: it does not follow from those before it."""
         line = moment.line
         match line.what:
-            case What.LINK:
+            case LineKind.LINK:
                 self._laid(moment)
                 self.open[moment.link] = OpenLink(Delivery[line.fields["delivery"]], line.fields.get("worker", 0))
-            case What.SENT:
+            case LineKind.SENT:
                 self._sent(moment, moment.message)
-            case What.CLOSED:
+            case LineKind.CLOSED:
                 self._named(moment)
                 self._sent(moment, None)
                 self.open.pop(moment.link, None)
-            case What.RECEIVED:
+            case LineKind.RECEIVED:
                 self._nothing_waits(moment)
                 self._received(moment)
-            case What.FAILED:
+            case LineKind.FAILED:
                 if moment.link in self.open:
                     self.open[moment.link].failing = str(moment.line.fields.get("reason"))
                     self.open[moment.link].received = None
-            case What.STEP | What.REFUSED:
+            case LineKind.STEP | LineKind.REFUSED:
                 self._nothing_waits(moment)
                 self._stepped(moment)
 

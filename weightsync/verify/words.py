@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol._tables import RECEIVER_ROWS, SENDER_ROWS, State
 from weightsync.protocol.machine import Role
 from weightsync.verify.lines import Finding, Line
@@ -19,22 +19,22 @@ def story(line: Line) -> str:
     """A line in one sentence."""
     fields, who = line.fields, f"{line.fields.get('role', 'the recorder')} of model {line.fields.get('model')!r}"
     match line.what:
-        case What.STEP:
+        case LineKind.STEP:
             named = fields.get("input") or "no input (LATE)"
             moved = f"from {state_name(fields.get('before'))} to {state_name(fields.get('after'))}"
             return f"{who} takes {value(fields.get('event'))}, which is {named}, and goes {moved}"
-        case What.REFUSED:
+        case LineKind.REFUSED:
             event, error = value(fields.get("event")), fields.get("error")
             return f"{who}, {state_name(fields.get('before'))}, refuses {event}: {error}"
-        case What.SENT | What.RECEIVED:
-            done = "sends" if line.what is What.SENT else "takes"
+        case LineKind.SENT | LineKind.RECEIVED:
+            done = "sends" if line.what is LineKind.SENT else "takes"
             return f"{who} {done} {value(fields.get('message'))} over link {fields.get('link')}"
-        case What.LINK:
+        case LineKind.LINK:
             to = f" to worker {fields['worker']}" if "worker" in fields else ""
             return f"{who} creates link {fields.get('link')}{to}, which promises {fields.get('delivery')}"
-        case What.REPORTED:
+        case LineKind.REPORTED:
             return f"{who} reports version {fields.get('version')}: {value(fields.get('outcomes'))}"
-        case What.HEADER | What.NOTE | What.END:
+        case LineKind.HEADER | LineKind.NOTE | LineKind.END:
             return f"{line.what.value}: {fields.get('text', '')}"
         case _:
             about = f" link {fields['link']}" if "link" in fields else ""

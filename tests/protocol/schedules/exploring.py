@@ -86,7 +86,7 @@ class EmptyPacker:
     def pack(self, *given: Any) -> Packed:
         return self.packed
 
-    def handed_over(self, packed: Packed) -> None:
+    def release_packed(self, packed: Packed) -> None:
         return None
 
     def close(self) -> None:

@@ -695,15 +695,15 @@ class Receiver:
         try:
             wire.post(WORKER, message)
         except BrokenWire:
-            self._cannot_write(wire)
+            self._handle_write_failure(wire)
 
-    def _cannot_write(self, wire: Wire) -> None:
-        self.unwritable, unread = wire, self._unread(wire)
-        self._down(wire)
+    def _handle_write_failure(self, wire: Wire) -> None:
+        self.unwritable, unread = wire, self._read_remaining(wire)
+        self._take_link_down(wire)
         for message in unread:
             self._note_goodbye(message)
 
-    def _unread(self, wire: Wire) -> list[Message]:
+    def _read_remaining(self, wire: Wire) -> list[Message]:
         try:
             return [parcel.message for parcel in wire.take(WORKER)]
         except BrokenWire:
@@ -718,12 +718,12 @@ class Receiver:
             try:
                 gone = wire.flush()
             except BrokenWire:
-                self._cannot_write(wire)
+                self._handle_write_failure(wire)
                 continue
             if gone and wire is self.wire and self.state == "awaiting_ack":
                 self.state = "ready"
 
-    def _down(self, wire: Wire, failed: bool = True) -> None:
+    def _take_link_down(self, wire: Wire, failed: bool = True) -> None:
         self.ended = "TransportError" if failed else "SenderClosed"
         ours = self.wire in (wire, None)
         if ours:
@@ -755,7 +755,7 @@ class Receiver:
         try:
             arrived = wire.take(WORKER)
         except BrokenWire:
-            self._down(wire)
+            self._take_link_down(wire)
             return
         for parcel in arrived:
             if wire in self.open:
@@ -770,7 +770,7 @@ class Receiver:
         elif message.kind == "Update":
             self._offered(wire, (message.incarnation, message.version), parcel.content)
         elif message.kind == "Bye" and (message.incarnation == self.fence or wire is not self.wire):
-            self._down(wire, failed=False)
+            self._take_link_down(wire, failed=False)
 
     def _greeted(self, wire: Wire, incarnation: int, sample: Content | None) -> None:
         old = incarnation < self.fence

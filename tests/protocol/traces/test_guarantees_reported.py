@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace as changed
 from recorded import recorded
 
-from weightsync.engine.recorder import What
+from weightsync.engine.recorder import LineKind
 from weightsync.protocol import receiver as receiving
 from weightsync.protocol import sender as sending
 from weightsync.protocol._tables import SenderInput, State
@@ -94,7 +94,9 @@ def counts(moment: Moment) -> bool:
 
 def leaves(version: int, worker: int) -> Wanted:
     """A condition: the version is sent to the worker, over the worker's first link."""
-    return lambda m: m.line.what is What.SENT and m.link == worker + 1 and getattr(m.message, "version", 0) == version
+    return lambda m: (
+        m.line.what is LineKind.SENT and m.link == worker + 1 and getattr(m.message, "version", 0) == version
+    )
 
 
 def after(**data: Any) -> dict[str, Callable[[Moment], Any]]:
@@ -138,7 +140,7 @@ def greets(due: int) -> dict[str, Callable[[Moment], Any]]:
 
 
 def arrives(moment: Moment) -> bool:
-    return moment.line.what is What.RECEIVED and isinstance(moment.message, Update)
+    return moment.line.what is LineKind.RECEIVED and isinstance(moment.message, Update)
 
 
 def rejoins(moment: Moment) -> bool:
@@ -308,7 +310,7 @@ def test_a_missing_apply_is_not_reported_if_the_workers_actions_are_unknown(
 
 def update_arrives(version: int) -> Wanted:
     """A condition: the update of this version arrives."""
-    return lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Update) and m.message.version == version
+    return lambda m: m.line.what is LineKind.RECEIVED and isinstance(m.message, Update) and m.message.version == version
 
 
 def test_an_update_lost_on_an_ordered_link_is_reported_when_a_later_one_arrives(run: Run) -> None:
@@ -325,7 +327,9 @@ def test_an_update_lost_on_an_ordered_link_is_reported_when_a_later_one_arrives(
 
 
 def test_an_ack_lost_on_an_ordered_link_is_reported_when_a_later_answer_arrives(run: Run) -> None:
-    run.drop("sender", lambda m: m.line.what is What.RECEIVED and isinstance(m.message, Ack) and m.message.version == 1)
+    run.drop(
+        "sender", lambda m: m.line.what is LineKind.RECEIVED and isinstance(m.message, Ack) and m.message.version == 1
+    )
 
     [found] = run.network.findings()
 

@@ -33,17 +33,17 @@ def test_that_conforms():
 
 
 
-shipped = recorder.Life.tell
+shipped = recorder.MachineTrace.tell
 
 
 def faulty(self, what, model_id, **said):
-    if what is recorder.What.STEP:
+    if what is recorder.LineKind.STEP:
         said["after"] = said["before"]
     shipped(self, what, model_id, **said)
 
 
 def test_that_plants_a_fault(monkeypatch):
-    monkeypatch.setattr(recorder.Life, "tell", faulty)
+    monkeypatch.setattr(recorder.MachineTrace, "tell", faulty)
     play()
 
 

@@ -45,7 +45,9 @@ def test_tracing_md_names_every_kind_of_line() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tracing.md").read_text(encoding="utf-8")
     [row] = [line for line in page.splitlines() if line.startswith("| `what` ")]
 
-    assert sorted(re.findall(r"`(\w+)`", row)) == sorted({"what", *(each.value for each in tracing.What)} - {"header"})
+    assert sorted(re.findall(r"`(\w+)`", row)) == sorted(
+        {"what", *(each.value for each in tracing.LineKind)} - {"header"}
+    )
 
 
 def test_machines_that_exchanged_no_messages_belong_to_separate_runs(tmp_path: Path) -> None:
@@ -336,43 +338,43 @@ def test_the_probe_sees_recorder_code_while_recording_is_on(tmp_path: Path) -> N
 
 
 def _no_late_steps(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.STEP or said["input"].name != "STALE":
+    if what is not tracing.LineKind.STEP or said["input"].name != "STALE":
         _tell(self, what, model_id, **said)
 
 
 def _no_messages_received(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.RECEIVED:
+    if what is not tracing.LineKind.RECEIVED:
         _tell(self, what, model_id, **said)
 
 
 def _no_messages_sent(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.SENT:
+    if what is not tracing.LineKind.SENT:
         _tell(self, what, model_id, **said)
 
 
 def _no_closes(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.CLOSED:
+    if what is not tracing.LineKind.CLOSED:
         _tell(self, what, model_id, **said)
 
 
 def _no_invalidation(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.STEP or not isinstance(said["event"], receiving.Invalidate):
+    if what is not tracing.LineKind.STEP or not isinstance(said["event"], receiving.Invalidate):
         _tell(self, what, model_id, **said)
 
 
 def _no_births(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is not tracing.What.BORN:
+    if what is not tracing.LineKind.BORN:
         _tell(self, what, model_id, **said)
 
 
 def _state_before_in_place_of_after(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is tracing.What.STEP:
+    if what is tracing.LineKind.STEP:
         said["after"] = said["before"]
     _tell(self, what, model_id, **said)
 
 
 def _no_effects(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if what is tracing.What.STEP:
+    if what is tracing.LineKind.STEP:
         said["effects"] = ()
     _tell(self, what, model_id, **said)
 
@@ -384,7 +386,7 @@ def _initial_data_in_every_line(self: Any, what: Any, model_id: str, **said: Any
 
 
 def _link_1_in_every_line(self: Any, what: Any, model_id: str, **said: Any) -> None:
-    if "link" in said and what is not tracing.What.LINK:
+    if "link" in said and what is not tracing.LineKind.LINK:
         said["link"] = 1
     _tell(self, what, model_id, **said)
 
@@ -396,7 +398,7 @@ def _every_tenth_line_lost(self: Any, what: Any, model_id: str, **said: Any) -> 
         next(self._numbers)
 
 
-_tell = tracing.Life.tell
+_tell = tracing.MachineTrace.tell
 _lost = itertools.count(1)
 
 
@@ -420,7 +422,7 @@ _lost = itertools.count(1)
 def test_a_faulty_recorder_writes_a_trace_that_does_not_conform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(tracing.Life, "tell", fault)
+    monkeypatch.setattr(tracing.MachineTrace, "tell", fault)
 
     assert not judged(recorded(tmp_path)).conforms
 

@@ -220,14 +220,14 @@ def test_following_is_checked_on_runs_that_cover_every_action_and_the_other_runs
 
 def _receive_until_killed(event: type | tuple[()], end: Any) -> None:
     """The main function of a worker that receives once. It is killed before it records `event`, if that is a type."""
-    shipped = recorder.Life.tell
+    shipped = recorder.MachineTrace.tell
 
-    def tell(self: recorder.Life, what: recorder.What, model_id: str, **said: Any) -> None:
+    def tell(self: recorder.MachineTrace, what: recorder.LineKind, model_id: str, **said: Any) -> None:
         if isinstance(said.get("event"), event):
             os.kill(os.getpid(), signal.SIGKILL)
         shipped(self, what, model_id, **said)
 
-    recorder.Life.tell = tell  # type: ignore[method-assign]
+    recorder.MachineTrace.tell = tell  # type: ignore[method-assign]
     receiver = weightsync.WeightReceiver(weightsync.MultiProcessWeightSyncScheme())
     receiver.register_model(model())
     receiver.register_worker_transport(end)

@@ -154,8 +154,8 @@ def test_a_copy_on_another_node_calls_the_actors_from_there(pool: list[Any], mon
     import ray  # noqa: PLC0415
 
     copied = get(ray.put(RayWeightUpdater(weights(9.0), pool)))
-    job, _ = session._current(ray)
-    monkeypatch.setattr(session, "_current", lambda _: (job, "another node"))
+    job, _ = session._session_key(ray)
+    monkeypatch.setattr(session, "_session_key", lambda _: (job, "another node"))
 
     assert copied.push_weights(timeout=PATIENCE).ok
     assert seen(pool) == [9.0, 9.0]
@@ -452,7 +452,7 @@ def test_without_ray_the_constructor_raises_missing_extra_error(monkeypatch: pyt
 
 def test_outside_a_ray_session_all_workers_are_lost(monkeypatch: pytest.MonkeyPatch, pool: list[Any]) -> None:
     updater = RayWeightUpdater(weights(), pool)
-    monkeypatch.setattr(session, "_current", lambda ray: None)
+    monkeypatch.setattr(session, "_session_key", lambda ray: None)
 
     with pytest.raises(WorkerLostError, match=r"ray\.init"):
         updater.push_weights()

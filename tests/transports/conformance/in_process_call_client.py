@@ -51,7 +51,7 @@ class DirectCallClient(SharesMemory):
 
     def _returned(self, answers: Answers, done: Future[Any]) -> None:
         try:
-            messages = decoded(self._shared.without_mark(done.result()))
+            messages = decoded(self._shared.strip_mark(done.result()))
         except Exception as error:  # noqa: BLE001 - the answers' error, as after a remote call
             answers.set_exception(error)
             return

@@ -35,7 +35,7 @@ def unsteady(driver: Any) -> None:
         for lane in driver._links.values():
             lane.outlet = None
     for waits in driver._waits:
-        waits._left = 0
+        waits._waits_left = 0
 
 
 def link_to(pair: Pair, worker: int) -> Link:

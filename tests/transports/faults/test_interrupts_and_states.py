@@ -221,7 +221,7 @@ def test_a_signal_handler_that_does_not_raise_does_not_disturb_a_send(pair: Pair
     assert seen == [signal.SIGUSR2]
 
 
-@pytest.mark.parametrize("at", ["_read", "_drain", "_ended"])
+@pytest.mark.parametrize("at", ["_read", "_drain", "_describe_end"])
 def test_a_signal_handler_may_close_a_receiver_while_the_users_messages_are_read(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
@@ -235,7 +235,7 @@ def test_a_signal_handler_may_close_a_receiver_while_the_users_messages_are_read
         return shipped(channel, *asked)
 
     pair.sync()
-    if at == "_ended":
+    if at == "_describe_end":
         pair.sender.close()
     messages, before = pair.receiver.pipe, signal.signal(signal.SIGUSR1, lambda *_: pair.receiver.close())
     monkeypatch.setattr(Channel, at, struck)
@@ -246,7 +246,7 @@ def test_a_signal_handler_may_close_a_receiver_while_the_users_messages_are_read
         signal.signal(signal.SIGUSR1, before)
 
     assert pair.receiver.state is State.CLOSED
-    if at != "_ended":
+    if at != "_describe_end":
         pair.sender.progress()
         assert pair.sender.worker_ids == ()
 

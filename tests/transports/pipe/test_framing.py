@@ -28,7 +28,7 @@ from weightsync.transports.pipe.framing import (
     OutgoingFrame,
     UserMessage,
     _Filling,
-    may_be_ours,
+    may_be_frame_start,
 )
 from weightsync.transports.pipe.link import MappedSegments, PipeLink
 
@@ -240,7 +240,7 @@ def test_receive_memory_of_two_large_payloads_is_kept_and_reused_once_unreferenc
     ],
 )
 def test_may_be_ours_is_true_only_for_an_incomplete_magic_or_preamble(start: bytes, may_be: bool) -> None:
-    assert may_be_ours(start) is may_be
+    assert may_be_frame_start(start) is may_be
 
 
 class FailingSocket:

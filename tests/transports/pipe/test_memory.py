@@ -542,7 +542,7 @@ class Sharing(RuleBasedStateMachine):
     @invariant()
     def bounded(self):
         assert len(self.named._keys) <= MAX_SEGMENTS
-        assert self.named._again <= set(self.named._keys)
+        assert self.named._to_pass_again <= set(self.named._keys)
         assert list(self.named._keys) == list(self.mapped._mappings)
 
 

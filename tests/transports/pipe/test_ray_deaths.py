@@ -124,7 +124,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> ActorWatch:
     monkeypatch.setattr(module, "Session", Session)
     watch = ActorWatch()
     monkeypatch.setattr(module, "ACTOR_WATCH", watch)
-    monkeypatch.setattr(module, "put_away", lambda row: None)
+    monkeypatch.setattr(module, "keep_if_ray_ended", lambda row: None)
     return watch
 
 

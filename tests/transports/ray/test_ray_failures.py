@@ -399,7 +399,7 @@ def test_calls_fail_when_ray_shuts_down_although_their_futures_stay_open(
 
 def test_a_link_of_an_earlier_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = iter([("job", "node"), ("job", "another node")])
-    monkeypatch.setattr("weightsync.transports.ray.session._current", lambda _: next(keys))
+    monkeypatch.setattr("weightsync.transports.ray.session._session_key", lambda _: next(keys))
     session = Session("worker 0")
 
     with pytest.raises(ConnectionError, match="add_worker"):

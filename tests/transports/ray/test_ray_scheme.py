@@ -37,7 +37,7 @@ from weightsync.protocol.messages import Hello, Update
 from weightsync.schemes import ray_server
 from weightsync.transports.calls.client import EARLY, UNKNOWN
 from weightsync.transports.calls.server import Parcel, decoded
-from weightsync.transports.ray.client import WAY
+from weightsync.transports.ray.client import TRANSPORT_NAME
 from weightsync.transports.sealing import Challenged, EnvelopeKind, Identity, KeyedSeal
 from weightsync.weights.tensors import bits_of
 
@@ -681,7 +681,7 @@ def test_an_actor_reads_its_key_from_weight_key_and_a_transport_from_its_scheme(
 def test_a_message_sealed_for_one_actor_is_rejected_by_another(setups: list[Any]) -> None:
     ours, other = get([setup.do.remote(_set_weight_key, "k") for setup in setups])
     try:
-        seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ours, "a" * 32), "the actor")
+        seal = KeyedSeal(SharedKey("k"), Identity(TRANSPORT_NAME, "policy", ours, "a" * 32), "the actor")
         call = ("policy", "a" * 32, 0, seal.frame(0, Hello(model_id="policy", incarnation=1), None), None, ())
         assert (len(ours) > 8, ours != other) == (True, True)
 
@@ -699,7 +699,9 @@ def test_an_unauthenticated_call_takes_no_answer_of_a_link_and_skips_none_of_its
     scheme.init_on_worker("policy", context=SimpleNamespace())  # without a model yet: the handshake stays unanswered
     actor_server = ray_server.actor_server_of("policy")
     try:
-        seal = KeyedSeal(SharedKey("k"), Identity(WAY, "policy", ray_server.own_actor(), "a link"), "the actor")
+        seal = KeyedSeal(
+            SharedKey("k"), Identity(TRANSPORT_NAME, "policy", ray_server.own_actor(), "a link"), "the actor"
+        )
         hello = Hello(model_id="policy", incarnation=1)
         with pytest.raises(Challenged):
             seal.brought(actor_server.call(Parcel("a link", 0, seal.frame(0, hello, None)), ()))

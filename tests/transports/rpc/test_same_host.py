@@ -69,7 +69,7 @@ def ends() -> Iterator[Ends]:
     (link,) = links
     link.receive()
     link.send(Hello(model_id="m", incarnation=1, fence=1))
-    shared.without_mark(answer.result(timeout=0))
+    shared.strip_mark(answer.result(timeout=0))
     buffer = Buffer(NBYTES, Storage.SEGMENTS)
     buffer.view[:NBYTES] = os.urandom(NBYTES)
     yield Ends(server, shared, link, buffer)
@@ -168,7 +168,7 @@ def test_a_worker_that_cannot_open_the_trainers_memory_does_not_offer_to_map_it(
     links[0].send(Hello(model_id="m", incarnation=1, fence=1))
 
     assert REACHES not in answer.result(timeout=0)
-    shared.without_mark(answer.result(timeout=0))
+    shared.strip_mark(answer.result(timeout=0))
     assert not shared.shares(Buffer(NBYTES, Storage.SEGMENTS))
 
     links[0].close()

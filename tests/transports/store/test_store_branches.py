@@ -15,7 +15,7 @@ from weightsync.transports.sealing import digest_of
 from weightsync.transports.store import fanout
 from weightsync.transports.store.fanout import Branch, Fanout
 from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage
-from weightsync.transports.store.routes import Ask, ParentAddress, Routed, Supply, Why, route_in
+from weightsync.transports.store.routes import Ask, FetchFailure, ParentAddress, Routed, Supply, decode_route
 from weightsync.transports.store.tree import Node, tree_of
 
 NBYTES = INLINE_NBYTES + 8
@@ -58,7 +58,7 @@ class Workers:
 
 
 def routed(text: bytes) -> Routed:
-    found = route_in(memoryview(text))
+    found = decode_route(memoryview(text))
     assert isinstance(found, Routed)
     return found
 
@@ -144,14 +144,14 @@ def test_a_worker_that_asks_gets_the_payload_from_the_trainer_once(caplog: pytes
     workers, buffer = Workers(2), payload()
     for version in (1, 2):
         workers.dispatch(buffer, version)
-        workers.branches[1].asked(Ask(version, Why.SILENT))
+        workers.branches[1].asked(Ask(version, FetchFailure.SILENT))
         supplied = workers.posted[1][-1]
         workers.branches[0].answered(ack(version))
 
-        assert route_in(memoryview(supplied.frame)) == Supply(version)
+        assert decode_route(memoryview(supplied.frame)) == Supply(version)
         assert (supplied.payload, supplied.hint, supplied.head) == (buffer.view[:NBYTES], None, None)
         with pytest.raises(Exception, match=f"worker 1 asks for a payload of version {version} that it is not owed"):
-            workers.branches[1].asked(Ask(version, Why.SILENT))
+            workers.branches[1].asked(Ask(version, FetchFailure.SILENT))
     assert workers.done == []  # left to the message's writer
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -170,11 +170,11 @@ def test_a_link_that_has_ended_is_sent_nothing_and_its_payload_is_released() -> 
 
     assert workers.posted == [[], []]
     assert sorted(workers.done) == [0, 1]
-    workers.branches[1].asked(Ask(1, Why.SILENT))  # late, but no violation of the protocol
+    workers.branches[1].asked(Ask(1, FetchFailure.SILENT))  # late, but no violation of the protocol
 
 
-@pytest.mark.parametrize("why", [Why.ENDED, Why.SILENT, Why.WRONG])
-def test_a_parent_that_failed_a_child_is_a_leaf_until_it_answers(why: Why) -> None:
+@pytest.mark.parametrize("why", [FetchFailure.ENDED, FetchFailure.SILENT, FetchFailure.WRONG])
+def test_a_parent_that_failed_a_child_is_a_leaf_until_it_answers(why: FetchFailure) -> None:
     workers = Workers(2)
     workers.dispatch(payload())
     workers.branches[1].asked(Ask(1, why))
@@ -189,7 +189,7 @@ def test_a_parent_that_failed_a_child_is_a_leaf_until_it_answers(why: Why) -> No
 def test_a_parent_that_no_child_has_ever_reached_is_not_used_as_a_parent_again() -> None:
     workers = Workers(2)
     workers.dispatch(payload())
-    workers.branches[1].asked(Ask(1, Why.UNREACHABLE))
+    workers.branches[1].asked(Ask(1, FetchFailure.UNREACHABLE))
     assert [branch.node for branch in workers.branches] == [None, Node(HOST)]
 
 
@@ -201,7 +201,7 @@ def test_a_parent_reported_unreachable_during_a_dispatch_gets_no_children_in_it(
 
     def chain(nodes: Sequence[Node], width: int) -> list[int | None]:
         made = tree_of(nodes, width)
-        workers.branches[1].asked(Ask(1, Why.UNREACHABLE))  # as the thread that reads the link would do
+        workers.branches[1].asked(Ask(1, FetchFailure.UNREACHABLE))  # as the thread that reads the link would do
         return made
 
     monkeypatch.setattr(fanout, "tree_of", chain)
@@ -219,7 +219,7 @@ def test_a_worker_that_can_no_longer_reach_its_parent_gets_payloads_from_the_tra
     workers.dispatch(payload(), 1)
     workers.branches[1].answered(ack(1))  # the payload came from worker 0, which is therefore reachable
     workers.dispatch(payload(), 2)
-    workers.branches[1].asked(Ask(2, Why.UNREACHABLE))
+    workers.branches[1].asked(Ask(2, FetchFailure.UNREACHABLE))
     assert [branch.node for branch in workers.branches] == [Node(HOST), None]
 
 

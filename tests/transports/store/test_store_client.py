@@ -215,7 +215,7 @@ def test_a_key_is_claimed_once_and_foreign_values_are_overwritten(
     [("10.0.0.5", "10.0.0.5"), ("::ffff:10.0.0.5", "10.0.0.5"), ("fe80::1%eth0", "fe80::1%eth0"), ("::1", "::1")],
 )
 def test_ipv4_addresses_mapped_into_ipv6_are_read_as_ipv4(written: str, meant: str) -> None:
-    assert stores._unmapped(written) == meant
+    assert stores._as_ipv4(written) == meant
 
 
 def test_a_connection_waits_for_a_key_without_a_limit_until_it_is_cut(client: Client, store: Any) -> None:
@@ -280,13 +280,13 @@ def test_a_connection_cuts_a_socket_only_if_that_is_certainly_its_own(
     for sockets in ([FakeSocket(store.port), FakeSocket(store.port)], [FakeSocket(1)]):
         fake_new_sockets(monkeypatch, *sockets)
         client = Client(store)
-        assert (client._plug, client.own_address) == (None, None)
+        assert (client._socket_copy, client.own_address) == (None, None)
         client.cut()
         client.set("key", b"")
         client.close()
     fake_new_sockets(monkeypatch, FakeSocket(1), FakeSocket(store.port, ours))
     client = Client(store)
-    assert client._plug is ours
+    assert client._socket_copy is ours
     client.cut()
     assert theirs.recv(1) == b""
     client.close()
@@ -315,7 +315,7 @@ def test_the_cost_of_a_connection_does_not_grow_with_the_number_of_descriptors(
 def test_a_connection_is_found_among_all_sockets_if_torch_does_not_name_its_descriptor(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "_DESCRIBED", re.compile("(?!)"))
+    monkeypatch.setattr(stores, "_DESCRIPTOR_PATTERN", re.compile("(?!)"))
     client = Client(store)
     assert client.own_address == "127.0.0.1"
     client.cut()
@@ -353,9 +353,9 @@ def test_a_default_timeout_changes_the_blocking_mode_of_no_socket(client: Client
         finally:
             socket.setdefaulttimeout(None)
         assert all(os.get_blocking(sock.fileno()) for sock in (ours, theirs, users))
-    assert made._plug is not None
-    assert client._plug is not None
-    assert os.get_blocking(made._plug.fileno()) == os.get_blocking(client._plug.fileno())
+    assert made._socket_copy is not None
+    assert client._socket_copy is not None
+    assert os.get_blocking(made._socket_copy.fileno()) == os.get_blocking(client._socket_copy.fileno())
     assert made.own_address == "127.0.0.1"
     made.cut()
     with pytest.raises(TransportError, match="the store at "):
@@ -409,7 +409,7 @@ def test_inherited_objects_are_kept_in_a_child_and_its_connecting_locks_are_free
     stores.keep_in_child(1, 2)
     assert stores._inherited == [(1, 2)]
 
-    dialling = stores._ConnectingInTurn()
+    dialling = stores._ConnectionLocks()
     for _ in range(2):
         assert dialling.lock_of(1).acquire(blocking=False)
         process._forget_all()  # as in a child, and in a child's child

@@ -22,7 +22,7 @@ from weightsync.protocol.messages import Ack, Bye, Hello, Update
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.buffers import Buffer
 from weightsync.transports.store import blocking_threads, heartbeat, link_threads
-from weightsync.transports.store.announcing import Where, _Announcement, announced_key, base_key
+from weightsync.transports.store.announcing import WorkerLocation, _Announcement, announced_key, base_key
 from weightsync.transports.store.blocking_threads import _running
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.link_threads import LinkThreads
@@ -179,7 +179,7 @@ def test_a_receiver_that_registers_at_another_store_releases_the_store_that_was_
 
 
 def _listeners_running() -> set[_Listener]:
-    return {owner for owner in _running._alive().values() if isinstance(owner, _Listener)}
+    return {owner for owner in _running._owners_by_thread().values() if isinstance(owner, _Listener)}
 
 
 def test_no_message_is_sent_after_a_payload_that_close_dropped(ends: Ends) -> None:
@@ -207,7 +207,7 @@ def test_a_written_payload_that_is_not_yet_recorded_as_written_is_not_dropped_at
 
     def noted_late(worker: LinkThreads, queued: Any, client: Any) -> None:
         post(worker, queued, client)
-        if queued.needs_the_peer:
+        if queued.needs_peer:
             arrived.set()
             assert closed.wait(PATIENCE)
 
@@ -328,7 +328,7 @@ def test_an_ack_that_is_not_yet_recorded_as_written_does_not_hide_the_senders_go
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_the_end_of_the_store_is_a_failure_only_without_a_goodbye_of_the_sender(ends: Ends, goodbye: bool) -> None:
     """In many programs the trainer hosts the store, which ends right after the goodbye."""
-    (listener,) = _listeners.at(Where(ends.store.host, ends.store.port, base_key("policy", 1)))
+    (listener,) = _listeners.at(WorkerLocation(ends.store.host, ends.store.port, base_key("policy", 1)))
     if goodbye:
         ends.bye_and_close()
         assert ends.heard() == ["Hello", "Bye"]
@@ -397,7 +397,7 @@ def test_a_listener_ends_although_no_thread_can_be_started_to_wake_it(
 ) -> None:
     """From Python 3.12 on, no thread can be started at interpreter shutdown."""
     stop = DistributedWeightSyncScheme().listen((store, 1), "policy", lambda _: None)
-    (listener,) = _listeners.at(Where(store.host, store.port, base_key("policy", 1)))
+    (listener,) = _listeners.at(WorkerLocation(store.host, store.port, base_key("policy", 1)))
     waited = Deadline(PATIENCE)
     while listener._client is None and not waited.passed:
         wait(Waker(), [], 0.001)

@@ -20,7 +20,7 @@ from weightsync.clock import Deadline
 from weightsync.transports.store import fetching, forwarding
 from weightsync.transports.store.fetching import NotFetched, fetch
 from weightsync.transports.store.forwarding import Feed, Forwarder
-from weightsync.transports.store.routes import Routed, Why
+from weightsync.transports.store.routes import FetchFailure, Routed
 from weightsync.transports.store.stream import dial
 
 TOKEN = b"0123456789abcdef"
@@ -55,7 +55,7 @@ def fetched(route: Routed, go_on: Callable[[], None] = lambda: None) -> tuple[by
     return bytes(buffer), reached
 
 
-def why_not(route: Routed) -> Why:
+def why_not(route: Routed) -> FetchFailure:
     """The reason why a child cannot fetch the payload."""
     with pytest.raises(NotFetched) as refused:
         fetched(route)
@@ -93,7 +93,7 @@ def test_each_child_gets_the_payload_in_pieces_while_it_arrives_and_checks_it(fo
         assert reached == sorted(reached)
         assert len(set(reached)) >= 4
         assert reached[-1] == len(PAYLOAD)
-    assert why_not(routed(forwarder.address)) is Why.ENDED  # only two children were announced
+    assert why_not(routed(forwarder.address)) is FetchFailure.ENDED  # only two children were announced
 
 
 @pytest.mark.usefixtures("long_timeout")
@@ -136,7 +136,7 @@ def test_children_are_told_that_a_declined_payload_has_ended(
     forwarder.decline(TOKEN, children)
     began = Deadline(forwarding.PATIENCE)
     for _ in range(children):
-        assert why_not(routed(forwarder.address)) is Why.ENDED
+        assert why_not(routed(forwarder.address)) is FetchFailure.ENDED
     assert not began.passed, "a child waited for a payload that does not come"
 
 
@@ -151,7 +151,7 @@ def test_a_payload_that_ends_before_it_is_complete_also_ends_for_its_children(
         call = child.submit(why_not, routed(forwarder.address))
         until(lambda: TOKEN in forwarder._feeds and forwarder._feeds[TOKEN][1] == 1)
         ends(forwarder, feed)
-        assert call.result(PATIENCE) is Why.ENDED
+        assert call.result(PATIENCE) is FetchFailure.ENDED
 
 
 @pytest.mark.usefixtures("long_timeout")
@@ -160,7 +160,7 @@ def test_only_the_two_newest_payloads_that_no_child_fetched_are_kept(forwarder: 
     for token in tokens:
         forwarder.offer(token, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
 
-    assert why_not(routed(forwarder.address, tokens[0])) is Why.ENDED
+    assert why_not(routed(forwarder.address, tokens[0])) is FetchFailure.ENDED
     for token in tokens[1:]:
         assert fetched(routed(forwarder.address, token))[0] == PAYLOAD
 
@@ -232,17 +232,17 @@ class Parent:
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (b"", Why.SILENT),
-        (forwarding.LENGTH.pack(100) + b"some", Why.SILENT),
-        (forwarding.LENGTH.pack(len(PAYLOAD) + 1), Why.WRONG),
-        (forwarding.LENGTH.pack(len(PAYLOAD)) + bytes(len(PAYLOAD)), Why.WRONG),
+        (b"", FetchFailure.SILENT),
+        (forwarding.LENGTH.pack(100) + b"some", FetchFailure.SILENT),
+        (forwarding.LENGTH.pack(len(PAYLOAD) + 1), FetchFailure.WRONG),
+        (forwarding.LENGTH.pack(len(PAYLOAD)) + bytes(len(PAYLOAD)), FetchFailure.WRONG),
     ],
     ids=["nothing", "a part", "more", "other bytes"],
 )
 def test_a_child_gives_up_a_parent_that_is_silent_or_sends_wrong_bytes(
-    sent: bytes, why: Why, monkeypatch: pytest.MonkeyPatch
+    sent: bytes, why: FetchFailure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "SILENCE", 0.1 if why is Why.SILENT else PATIENCE)
+    monkeypatch.setattr(fetching, "SILENCE", 0.1 if why is FetchFailure.SILENT else PATIENCE)
     parent = Parent(lambda sock: sock.sendall(sent))
     try:
         assert why_not(routed(parent.address)) is why
@@ -254,7 +254,7 @@ def test_a_child_gives_up_a_parent_that_is_silent_or_sends_wrong_bytes(
 @pytest.mark.parametrize("digest", [hashlib.sha256(b"").digest(), xxhash.xxh3_128_digest(b"")], ids=["sha256", "xxh3"])
 def test_a_payload_with_another_digest_is_rejected(forwarder: Forwarder, digest: bytes) -> None:
     forwarder.offer(TOKEN, 1, memoryview(PAYLOAD)).reach(len(PAYLOAD))
-    assert why_not(routed(forwarder.address, digest=digest)) is Why.WRONG
+    assert why_not(routed(forwarder.address, digest=digest)) is FetchFailure.WRONG
 
 
 def test_a_child_whose_own_link_ends_stops_waiting_for_its_parent() -> None:
@@ -272,7 +272,7 @@ def test_a_child_whose_own_link_ends_stops_waiting_for_its_parent() -> None:
 
 @pytest.mark.parametrize("parent", ["127.0.0.1:1", "127.0.0.1:0", "127.0.0.1:port", "127.0.0.1", "no..host:1"])
 def test_a_parent_that_cannot_be_reached_is_reported_as_unreachable(parent: str) -> None:
-    assert why_not(routed(parent)) is Why.UNREACHABLE
+    assert why_not(routed(parent)) is FetchFailure.UNREACHABLE
 
 
 def test_an_invalid_port_is_not_reduced_to_a_valid_one() -> None:
@@ -280,7 +280,7 @@ def test_an_invalid_port_is_not_reduced_to_a_valid_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1] + 2**16}"
 
-        assert why_not(routed(address)) is Why.UNREACHABLE
+        assert why_not(routed(address)) is FetchFailure.UNREACHABLE
         with pytest.raises(TransportError, match="has no port from 1 to 65535"):
             dial(address, "a link")
 
@@ -293,7 +293,7 @@ def test_a_parent_with_an_ipv6_address_is_connected_to_at_that_address(monkeypat
         raise OSError
 
     monkeypatch.setattr(socket, "create_connection", none)
-    assert why_not(routed("fe80::1%eth0:4711")) is Why.UNREACHABLE
+    assert why_not(routed("fe80::1%eth0:4711")) is FetchFailure.UNREACHABLE
     assert called == [(("fe80::1%eth0", 4711), fetching.SILENCE)]
 
 

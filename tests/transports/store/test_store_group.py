@@ -221,7 +221,7 @@ def test_nccl_uses_the_gpu_that_was_current_in_the_thread_that_created_the_endpo
     end, groups = StoreEndpoint(store, 1, "nccl"), []
 
     def listen() -> None:
-        groups.append(module.group_of(end, 1, "a link"))
+        groups.append(module.make_group(end, 1, "a link"))
 
     thread = threading.Thread(target=listen)
     thread.start()

@@ -36,12 +36,12 @@ def _pythons_interrupt() -> Iterator[None]:
 @pytest.fixture
 def all_threads_end() -> Callable[[], bool]:
     """A check that all threads of links, listeners and heartbeats that start from now on end."""
-    others = set(_running._alive())
+    others = set(_running._owners_by_thread())
 
     def all_end() -> bool:
-        for thread in set(_running._alive()) - others:
+        for thread in set(_running._owners_by_thread()) - others:
             thread.join(PATIENCE)
-        return _running._alive().keys() <= others
+        return _running._owners_by_thread().keys() <= others
 
     return all_end
 

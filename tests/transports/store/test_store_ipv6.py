@@ -12,7 +12,7 @@ import pytest
 from weightsync import TransportError
 from weightsync.transports.store import stream
 from weightsync.transports.store.store import Client, open_store
-from weightsync.transports.store.stream import hosts_address, named_address, own_address
+from weightsync.transports.store.stream import host_address, named_address, own_address
 
 #: Contents of /proc/net/if_inet6.
 LISTED = (
@@ -58,12 +58,12 @@ def test_a_store_of_our_own_can_listen_at_an_ipv6_address(loopback: str) -> None
 @pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_NODATA])
 def test_the_address_of_a_host_without_ipv4_is_its_ipv6_address(errno: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = resolver(monkeypatch, errno)
-    assert (hosts_address(), asked) == ("2001:db8::7", ["trainer"])
+    assert (host_address(), asked) == ("2001:db8::7", ["trainer"])
 
 
 def test_an_unresponsive_dns_is_not_queried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = resolver(monkeypatch, socket.EAI_AGAIN)
-    assert (hosts_address(), asked) == ("127.0.0.1", [])
+    assert (host_address(), asked) == ("127.0.0.1", [])
 
 
 def test_an_interface_may_have_only_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def test_scheme_and_worker_listen_only_at_the_announced_address_and_the_worker_o
 def test_a_worker_listens_at_an_address_that_its_sender_can_reach(
     stays: bool, towards_store: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "hosts_address", lambda: "10.0.0.8")
+    monkeypatch.setattr(stream, "host_address", lambda: "10.0.0.8")
     assert own_address(stays, towards_store) == wanted
 
 
@@ -326,7 +326,7 @@ def test_a_worker_listens_at_an_address_that_its_sender_can_reach(
 def test_a_worker_whose_host_name_resolves_to_loopback_listens_at_its_routed_address(
     routed: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "hosts_address", lambda: "127.0.1.1")
+    monkeypatch.setattr(stream, "host_address", lambda: "127.0.1.1")
     monkeypatch.setattr(stream, "_routed_address", lambda: routed)
     assert own_address(False, "127.0.0.1") == wanted
 

@@ -87,7 +87,7 @@ def test_the_goodbye_of_a_replaced_link_raises_no_error_while_its_replacement_is
 ) -> None:
     monkeypatch.setenv("WEIGHTSYNC_KEY", KEY)
     next_key: Callable[[_Listener], str] = vars(_Listener)["_next_key"].fget
-    claim, let_in = Client.claim, _Listener._let_in
+    claim, let_in = Client.claim, _Listener._admit
     asking, taken = threading.Event(), threading.Event()
 
     def asks_slowly(listening: _Listener) -> str:
@@ -111,14 +111,14 @@ def test_the_goodbye_of_a_replaced_link_raises_no_error_while_its_replacement_is
         assert pair.sync().ok
         monkeypatch.setattr(_Listener, "_next_key", property(asks_slowly))
         monkeypatch.setattr(Client, "claim", takes_then)
-        monkeypatch.setattr(_Listener, "_let_in", lets_in_late)
+        monkeypatch.setattr(_Listener, "_admit", lets_in_late)
         add_again(pair)
 
 
 def test_a_receiver_may_register_again_while_its_former_listener_accepts_a_link(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, before_end, taking = _Listener._take, LinkThreads._before_end, threading.Event()
+    take, before_end, taking = _Listener._accept_link, LinkThreads._before_end, threading.Event()
 
     def takes_late(listening: _Listener, *link: Any) -> None:
         taking.set()
@@ -136,7 +136,7 @@ def test_a_receiver_may_register_again_while_its_former_listener_accepts_a_link(
                 pair.receiver.register_worker_transport((store, 1))
             before_end(threads, client)
 
-        monkeypatch.setattr(_Listener, "_take", takes_late)
+        monkeypatch.setattr(_Listener, "_accept_link", takes_late)
         monkeypatch.setattr(LinkThreads, "_before_end", listens_again)
         add_again(pair)
 
@@ -279,7 +279,7 @@ def test_a_store_lost_before_the_listener_has_connected_is_reported_by_receive(
         scheme.init_on_worker("policy", store=store, rank=1, model=large())
         receiver = scheme.get_receiver()
         (handle,) = receiver._listening._listeners
-        handle.listener._heartbeat_member.heartbeat._lost("no descriptor was left")  # type: ignore[attr-defined]
+        handle.listener._heartbeat_member.heartbeat._report_store_lost("no descriptor was left")  # type: ignore[attr-defined]
         lost.set()
         with pytest.raises(TransportError, match=r"The store is lost: no descriptor was left\."):
             receiver.receive(timeout=PATIENCE)

@@ -25,7 +25,7 @@ from weightsync.transports.store import store as stores
 from weightsync.transports.store.group import RendezvousStore
 from weightsync.transports.store.mailbox import Ended, Inbox, Outbox, PeerClosed
 from weightsync.transports.store.store import DIAL, Client
-from weightsync.transports.store.stream import Acceptor, _names, dial
+from weightsync.transports.store.stream import Acceptor, _proves_name, dial
 
 JUNK = [b"", b"junk", b"\xff\xfe\x00", b"Lno frame", b"M" + bytes(9)]
 BASE = "weightsync/policy/1"
@@ -79,7 +79,7 @@ def test_the_name_of_a_link_is_recognized_even_if_it_arrives_in_segments(shown: 
     with near, SegmentedSocket(fileno=far.detach()) as accepted:
         near.sendall(shown.encode())
         near.shutdown(socket.SHUT_WR)
-        assert _names(accepted, "policy/7 ü") is named
+        assert _proves_name(accepted, "policy/7 ü") is named
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
@@ -366,7 +366,7 @@ def test_a_goodbye_waits_longer_for_a_new_link_than_its_connection_to_the_store_
     assert announcing._PATIENCE > DIAL.total_seconds()
 
 
-def being_announced(pair: StorePair) -> list[announcing.Where]:
+def being_announced(pair: StorePair) -> list[announcing.WorkerLocation]:
     """The endpoints of this pair's workers whose goodbyes would wait for a new link."""
     return [where for where in list(announcing._under_way._pending) if where.port == stores.base_of(pair.store).port]
 

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync import ProtocolError
-from weightsync.transports.store.routes import Ask, Listen, ParentAddress, Route, Routed, Supply, Why, route_in
+from weightsync.transports.store.routes import (
+    Ask,
+    FetchFailure,
+    Listen,
+    ParentAddress,
+    Route,
+    Routed,
+    Supply,
+    decode_route,
+)
 from weightsync.transports.store.tree import Node, tree_of
 
 NODES = st.builds(Node, st.sampled_from([b"a", b"b", b"c"]), st.just(False), st.booleans())
@@ -76,19 +85,19 @@ ROUTES = [
     Routed(b"t" * 16, 3, b"", "", b"frame"),
     Routed(b"t" * 16, 0, b"d" * 16, "10.0.0.1:1", b"frame"),
     Routed(b"t" * 16, 65535, b"d" * 32, "worker.example:1", b""),
-    Ask(2**64 - 1, Why.SILENT),
+    Ask(2**64 - 1, FetchFailure.SILENT),
     Supply(7),
 ]
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=repr)
 def test_fan_out_messages_survive_encoding_and_decoding(route: Route) -> None:
-    assert route_in(memoryview(route.encoded())) == route
+    assert decode_route(memoryview(route.encoded())) == route
 
 
 @pytest.mark.parametrize("text", [b"", b"WSY", b"WSYN\x01", b"WSYK\x01"])
 def test_other_texts_are_not_read_as_fan_out_messages(text: bytes) -> None:
-    assert route_in(memoryview(text)) is None
+    assert decode_route(memoryview(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -104,18 +113,18 @@ def test_other_texts_are_not_read_as_fan_out_messages(text: bytes) -> None:
         Routed(b"t" * 16, 0, b"d" * 16, "", b"").encoded(),
         Routed(b"t" * 16, 0, b"", "host:1", b"").encoded(),
         Routed(b"t" * 16, 0, b"d" * 5, "host:1", b"").encoded(),
-        Ask(1, Why.ENDED).encoded()[:-1] + b"\x00",
-        Ask(1, Why.ENDED).encoded() + b"\x00",
+        Ask(1, FetchFailure.ENDED).encoded()[:-1] + b"\x00",
+        Ask(1, FetchFailure.ENDED).encoded() + b"\x00",
         Supply(1).encoded()[:-1],
     ],
     ids=repr,
 )
 def test_malformed_fan_out_messages_raise_protocol_error(text: bytes) -> None:
     with pytest.raises(ProtocolError, match="fan-out is malformed"):
-        route_in(memoryview(text))
+        decode_route(memoryview(text))
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_decoded_or_raise_protocol_error(rest: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        assert route_in(memoryview(b"WSYF" + rest)) is not None
+        assert decode_route(memoryview(b"WSYF" + rest)) is not None

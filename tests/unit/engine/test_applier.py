@@ -458,7 +458,7 @@ def test_a_payload_that_may_be_the_base_of_a_delta_is_mapped_read_only(mode: Mod
 
     def staged(payload: Any) -> Any:
         pending: Any = SimpleNamespace(payload=payload, update=SimpleNamespace(base=base))
-        return made._to_stage(pending)
+        return made._payload_to_stage(pending)
 
     assert staged(given).readonly is (mode is Mode.MAP and base is not None)
     on_device = object()

@@ -363,7 +363,7 @@ def test_a_forked_child_and_a_copy_have_no_callbacks_and_the_parent_keeps_its_ow
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         child = os.fork()
     if child == 0:
-        os._exit(int(pair.scheme._events._events is not None or events.are_watched or events._thread is not None))
+        os._exit(int(pair.scheme._events._events is not None or events.have_callbacks or events._thread is not None))
     _, status = os.waitpid(child, 0)
 
     assert os.waitstatus_to_exitcode(status) == 0

@@ -137,7 +137,7 @@ def test_a_child_forgets_all_holders_although_a_link_was_incomplete_at_the_fork(
 
 
 @pytest.mark.parametrize(
-    "kept", [connection._channels, sealing._known, copies._open_at_exit], ids=lambda kept: type(kept).__name__
+    "kept", [connection._channels, sealing._digest_cache, copies._closed_at_exit], ids=lambda kept: type(kept).__name__
 )
 def test_locks_held_by_another_thread_at_the_fork_are_free_in_the_child(kept: PerProcess) -> None:
     with kept._lock:

@@ -73,7 +73,7 @@ def test_a_buffer_is_reused_only_after_it_was_handed_over() -> None:
     assert (first.buffer.pinned, second.buffer.pinned) == (True, True)
     assert first.digested() == first.digest
 
-    packer.handed_over(first)
+    packer.release_packed(first)
     assert not first.buffer.pinned
     assert packer.pack(weights(3.0)).buffer is first.buffer
     assert statistics(packer._pool).buffers == 2
@@ -92,7 +92,7 @@ class Interrupted(set[Any]):
 def test_an_interrupt_while_a_buffer_is_pinned_leaves_it_free() -> None:
     packer = Packer()
     packed = packer.pack(weights())
-    packer.handed_over(packed)
+    packer.release_packed(packed)
     buffer, buffer.pins = packed.buffer, Interrupted()
     with pytest.raises(KeyboardInterrupt):
         packer.pack(weights())
@@ -155,7 +155,7 @@ def test_a_signal_handler_that_packs_while_its_thread_acquires_a_buffer_gets_ano
 ) -> None:
     """Otherwise one of the two versions would overwrite the other's weights."""
     packer, acquire, handlers = Packer(), Pool.acquire, list[Any]()
-    packer.handed_over(packer.pack(weights()))  # leaves a buffer in the pool
+    packer.release_packed(packer.pack(weights()))  # leaves a buffer in the pool
     on_signal(lambda: handlers.append(packer.pack(weights(2.0))))
 
     def struck(pool: Pool, nbytes: int) -> Any:

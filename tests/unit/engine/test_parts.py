@@ -19,7 +19,7 @@ from torch import nn
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, NonFiniteError, SharedMemWeightSyncScheme, Verify
 from weightsync.engine import applier, parts
 from weightsync.engine.driver import Lane
-from weightsync.engine.parts import IncomingParts, OutgoingParts, whole_of
+from weightsync.engine.parts import IncomingParts, OutgoingParts, whole_part
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.protocol._tables import Delivery
 from weightsync.protocol.messages import Part, SlotRef, Update
@@ -63,7 +63,7 @@ class RecordingLink(TakesParts):
 
 def outgoing(nbytes: int, *links: RecordingLink) -> OutgoingParts:
     chosen: dict[TakesParts, bool] = dict.fromkeys(links, True)
-    return OutgoingParts(threading.RLock(), chosen, Buffer(1), whole_of(ID, nbytes, "policy", 5))
+    return OutgoingParts(threading.RLock(), chosen, Buffer(1), whole_part(ID, nbytes, "policy", 5))
 
 
 # --------------------------------------------------------------------------------------------- what is sent
@@ -171,7 +171,7 @@ def test_parts_go_to_accepting_links_that_owe_no_answer_hashed_if_a_digest_is_co
     lanes = [lane(mapped), lane(sent, shares=False), lane(declines), lane(owes, owes=True), lane(None)]
 
     def to(chosen: list[Any], size: int = nbytes) -> OutgoingParts | None:
-        return parts.outgoing_parts(threading.RLock(), chosen, payload, verify, whole_of(ID, size, "policy", 5))
+        return parts.outgoing_parts(threading.RLock(), chosen, payload, verify, whole_part(ID, size, "policy", 5))
 
     sending = to(lanes)
     assert sending is not None
@@ -204,7 +204,7 @@ def test_a_payload_for_as_many_workers_as_cores_is_sent_whole(monkeypatch: pytes
     lanes: list[Any] = [
         SimpleNamespace(parts=link, backlog=SimpleNamespace(empty=True), shares=lambda *_: True) for link in links
     ]
-    whole = whole_of(ID, parts.LEAST_NBYTES, "policy", 5)
+    whole = whole_part(ID, parts.LEAST_NBYTES, "policy", 5)
 
     found = [parts.outgoing_parts(threading.RLock(), lanes[:n], Buffer(1), Verify.DIGEST, whole) for n in (1, 2)]
 

@@ -153,7 +153,7 @@ def test_an_older_senders_handshake_is_refused_with_the_fence_and_not_kept_as_gr
     reason = "this worker has seen a newer sender"
     assert worker.links[1].takes() == [refusal(0, RefusalKind.FENCED, reason, incarnation=EPOCH - 1)]
     assert (worker.links[1].closed, worker.driver.greeting) == (1, hello())
-    assert (worker.driver.ended, worker.driver.ended_as) == (f"its handshake was refused: {reason}", TransportError)
+    assert (worker.driver.ended, worker.driver.ended_error) == (f"its handshake was refused: {reason}", TransportError)
 
 
 @pytest.mark.parametrize("layout", [OTHER, LAYOUT], ids=["another", "the same"])
@@ -320,7 +320,7 @@ def test_a_failed_link_is_sent_the_reason_as_its_last_message_and_closed(
     method: str, error: Exception, reason: str
 ) -> None:
     worker = Worker()
-    assert (worker.driver.ended, worker.driver.ended_as) == ("", TransportError)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("", TransportError)
     worker.link.raises[method] = error
     worker.driver.pump()
 
@@ -367,12 +367,12 @@ def test_a_goodbye_behind_an_update_that_cannot_be_answered_is_how_the_link_ende
     worker = Worker()
     worker.link.raises["send"] = TransportError("cut")
     worker.receives(0, update(2), update(1), bye())
-    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("the sender said goodbye: enough", SenderClosed)
 
     worker = Worker()
     worker.link.raises["send"] = TransportError("cut")
     worker.receives(0, update(2), update(1), update(3))
-    assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("cut", TransportError)
 
 
 def test_a_goodbye_that_arrived_before_a_failed_write_is_how_the_link_ended() -> None:
@@ -382,18 +382,18 @@ def test_a_goodbye_that_arrived_before_a_failed_write_is_how_the_link_ended() ->
     for message in (bye(EPOCH - 1), bye()):
         worker.link.receives(message)
     worker.driver.flush()
-    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("the sender said goodbye: enough", SenderClosed)
 
     worker = Worker()
     worker.link.raises["flush"] = TransportError("cut")
     worker.link.receives(bye(EPOCH - 1))
     worker.driver.flush()
-    assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("cut", TransportError)
 
     worker = Worker()
     worker.link.raises |= {"flush": TransportError("cut"), "receive": ProtocolError("torn")}
     worker.driver.flush()
-    assert (worker.driver.ended, worker.driver.ended_as) == ("cut", TransportError)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("cut", TransportError)
 
 
 def test_a_goodbye_is_how_a_link_ended_although_it_fails_again_before_it_is_closed() -> None:
@@ -403,7 +403,7 @@ def test_a_goodbye_is_how_a_link_ended_although_it_fails_again_before_it_is_clos
     worker.link.receives(bye())
     worker.driver.take(pure.Applied(ack(1)))
 
-    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("the sender said goodbye: enough", SenderClosed)
     assert (worker.link.closed, worker.state) == (1, State.UNINITIALIZED)
 
 
@@ -420,11 +420,11 @@ def test_a_closed_and_a_failed_sender_are_reported_with_their_error_types() -> N
     worker.receives(0, bye(EPOCH - 1))
     assert (worker.driver.ended, worker.link.closed) == ("", 0)
     worker.receives(0, bye())
-    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender said goodbye: enough", SenderClosed)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("the sender said goodbye: enough", SenderClosed)
     assert (worker.link.closed, worker.link.takes(), worker.state) == (1, [], State.UNINITIALIZED)
 
     worker.receives(1, bye(EPOCH - 2, Ending.FAILED))
-    assert (worker.driver.ended, worker.driver.ended_as) == ("the sender failed: enough", TransportError)
+    assert (worker.driver.ended, worker.driver.ended_error) == ("the sender failed: enough", TransportError)
     assert (worker.links[1].closed, worker.links[1].takes()) == (1, [])
 
 
@@ -432,10 +432,10 @@ def test_the_end_of_the_last_link_is_cleared_once_another_is_added_or_expected()
     worker = Worker()
     worker.receives(0, bye())
     before, ended = worker.driver.waker.fired, worker.driver.ended
-    with worker.driver.expecting():
+    with worker.driver.expecting_sender():
         assert worker.driver.ended == ""
     worker.driver.ended = ended
-    with pytest.raises(KeyError), worker.driver.expecting():
+    with pytest.raises(KeyError), worker.driver.expecting_sender():
         raise KeyError
     assert worker.driver.ended == ended
     worker.driver.add_link(Scripted())
@@ -544,7 +544,7 @@ def test_a_new_driver_has_no_pending_update_no_greeting_and_no_current_link() ->
     driver = ReceiverDriver("policy")
 
     assert (driver.pending, driver.greeting, driver.deferring, driver.current_link()) == (None, None, False, None)
-    assert (driver.ended, driver.ended_as) == ("", TransportError)
+    assert (driver.ended, driver.ended_error) == ("", TransportError)
 
 
 def test_a_pending_update_has_everything_that_arrived_with_it() -> None:

@@ -207,7 +207,7 @@ def test_reports_after_a_superseded_update_have_workers_that_left_or_did_not_cat
     everything = {1: "enough"}, [2]
     assert told(made.gives_up(2)) == everything
     assert told(made.reporter.empty()) == everything
-    lost = made.reporter.all_ended(WorkerLostError("all lost", lost={}))
+    lost = made.reporter.add_report(WorkerLostError("all lost", lost={}))
     assert told(lost.report) == everything
     made.sends(targets=(0,))
     assert told(made.reporter.so_far(TIMED_OUT)) == everything
@@ -407,7 +407,7 @@ def test_a_lost_workers_traceback_is_in_one_delivered_report_and_later_ones_refe
     made.fleet.receives(0, ack(5))
     assert "in step" in sent(made.concluded(5))[1]
     made.driver.remove(0, "not needed")
-    lost = made.reporter.all_ended(WorkerLostError("all lost", lost={1: "boom"}))
+    lost = made.reporter.add_report(WorkerLostError("all lost", lost={1: "boom"}))
     assert "its traceback is in the report of version 5" in str(lost.report)
 
 
@@ -431,9 +431,9 @@ def test_a_send_without_live_targets_reports_the_reason_of_each() -> None:
     made.fleet.receives(1, refusal(0))
     lost, refused = WorkerLostError("all lost", lost={0: "cut", 9: "gone"}), RefusedError("refused", refused={1: "no"})
 
-    assert made.reporter.all_ended(lost) is lost
+    assert made.reporter.add_report(lost) is lost
     assert lost.report.outcomes == {0: Outcome(kind=OutcomeKind.LOST, reason="cut")}
-    assert made.reporter.all_ended(refused) is refused
+    assert made.reporter.add_report(refused) is refused
     assert {worker: outcome.kind for worker, outcome in refused.report.outcomes.items()} == {1: OutcomeKind.REFUSED}
     assert (lost.report.version, lost.report.incarnation) == (None, EPOCH)
     assert made.recorded == [lost.report, refused.report]
@@ -506,8 +506,8 @@ def test_a_send_without_live_targets_refers_to_the_report_that_has_the_traceback
     lost = {1: "boom"}
     made.sends(targets=(0,))
     _failed(made.fleet, 1)
-    first = made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report
-    again = made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report
+    first = made.reporter.add_report(WorkerLostError("all lost", lost=lost)).report
+    again = made.reporter.add_report(WorkerLostError("all lost", lost=lost)).report
     assert (first.reported_before, again.reported_before) == ({}, {1: 0})
 
     made = Reported(Scripted(), Scripted())
@@ -516,7 +516,7 @@ def test_a_send_without_live_targets_refers_to_the_report_that_has_the_traceback
     made.fleet.receives(0, ack(1))
     made.concluded(1)
     made.reporter.delivered()
-    assert made.reporter.all_ended(WorkerLostError("all lost", lost=lost)).report.reported_before == {1: 1}
+    assert made.reporter.add_report(WorkerLostError("all lost", lost=lost)).report.reported_before == {1: 1}
 
 
 def test_workers_that_left_during_a_superseded_update_are_in_the_next_reports() -> None:

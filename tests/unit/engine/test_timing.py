@@ -10,7 +10,7 @@ import pytest
 
 from weightsync import ConfigurationError
 from weightsync import clock as timing
-from weightsync.clock import Clock, Deadline, Stopwatch, Timeout, new_incarnation, replaced_by, seconds
+from weightsync.clock import Clock, Deadline, Stopwatch, Timeout, new_incarnation, seconds, use_clock
 
 
 class Stopped(Clock):
@@ -48,7 +48,7 @@ def test_an_invalid_timeout_in_the_environment_is_refused(message: str, monkeypa
 
 def test_an_infinite_timeout_in_the_environment_waits_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "inf")
-    with replaced_by(Stopped(100.0)):
+    with use_clock(Stopped(100.0)):
         never = Deadline(Timeout.DEFAULT)
         assert (never.passed, never.nap) == (False, 86400.0)
 
@@ -68,7 +68,7 @@ def test_a_timeout_is_the_callers_else_the_environments_else_a_minute(monkeypatc
 
 def test_a_deadline_has_the_remaining_time_and_the_time_until_the_next_check() -> None:
     clock = Stopped(100.0)
-    with replaced_by(clock):
+    with use_clock(clock):
         soon, far, never, stopwatch = Deadline(10), Deadline(3 * 86400), Deadline(None), Stopwatch()
         assert (soon.remaining, soon.nap, soon.passed) == (10.0, 10.0, False)
         assert (far.remaining, far.nap) == (3 * 86400.0, 86400.0)
@@ -83,7 +83,7 @@ def test_a_deadline_has_the_remaining_time_and_the_time_until_the_next_check() -
 
 def test_a_restarted_stopwatch_measures_from_its_restart() -> None:
     clock = Stopped(100.0)
-    with replaced_by(clock):
+    with use_clock(clock):
         stopwatch = Stopwatch()
         clock.now = 103.0
         assert (stopwatch.restart(), stopwatch.started, stopwatch.seconds) == (3.0, 103.0, 0.0)
@@ -93,8 +93,8 @@ def test_a_restarted_stopwatch_measures_from_its_restart() -> None:
 
 def test_the_previous_clock_is_restored_after_the_block() -> None:
     shipped, outer, inner = timing._clock, Stopped(1.0), Stopped(2.0)
-    with replaced_by(outer):
-        with contextlib.suppress(KeyError), replaced_by(inner):
+    with use_clock(outer):
+        with contextlib.suppress(KeyError), use_clock(inner):
             assert timing._clock is inner
             raise KeyError
         assert timing._clock is outer
@@ -102,7 +102,7 @@ def test_the_previous_clock_is_restored_after_the_block() -> None:
 
 
 def test_an_incarnation_starts_with_the_time_or_the_next_above_the_fence_and_is_unique() -> None:
-    with replaced_by(Stopped(5_000)):
+    with use_clock(Stopped(5_000)):
         assert {new_incarnation(0) >> 32, new_incarnation(4_999 << 32) >> 32} == {5_000}
         assert {new_incarnation(5_000 << 32) >> 32, new_incarnation((6_000 << 32) | 0xFFFFFFFF) >> 32} == {5_001, 6_001}
         assert len({new_incarnation(0) for _ in range(8)}) == 8

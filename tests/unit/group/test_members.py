@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.clock import Deadline, Timeout, replaced_by, seconds
+from weightsync.clock import Deadline, Timeout, seconds, use_clock
 from weightsync.engine.driver import Shield
 from weightsync.errors import GIVE_RESTARTS, ConfigurationError, WorkerFailedError
 from weightsync.group import members as members_module
@@ -129,7 +129,7 @@ class Feed:
 
 @pytest.fixture
 def clock() -> Iterator[FakeClock]:
-    with replaced_by(clock := FakeClock()):
+    with use_clock(clock := FakeClock()):
         yield clock
 
 

@@ -66,7 +66,7 @@ def test_nan_is_found_in_tensors_of_every_dtype(name: str) -> None:
         "short": torch.tensor([7], dtype=torch.uint16),  # of which torch has no extremes
     }
     packer = Packer(finite_model_id="policy")
-    packer.handed_over(packer.pack(weights))
+    packer.release_packed(packer.pack(weights))
 
     bad = torch.tensor([1.0, NAN]).to(DTYPES[name])
     with pytest.raises(NonFiniteError) as caught:
@@ -81,7 +81,7 @@ def test_nan_is_found_in_tensors_of_every_dtype(name: str) -> None:
 def test_finite_values_pass_even_if_their_sum_overflows(dtype: torch.dtype) -> None:
     large = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
     packer = Packer(finite_model_id="policy")
-    packer.handed_over(packer.pack({"large": large}))
+    packer.release_packed(packer.pack({"large": large}))
 
     with pytest.raises(NonFiniteError) as caught:
         packer.pack({"large": large, "bad": torch.tensor([INF, -INF], dtype=dtype)})
@@ -96,7 +96,7 @@ def test_float8_is_checked_in_pieces_which_bounds_the_memory_of_the_conversion(m
     monkeypatch.setattr(casting, "_is_finite", lambda values: (sizes.append(values.numel()), check(values))[1])
     weights = torch.ones(1000)
     packer = Packer(finite_model_id="policy")
-    packer.handed_over(packer.pack({"large": weights.to(torch.float8_e5m2)}))
+    packer.release_packed(packer.pack({"large": weights.to(torch.float8_e5m2)}))
     weights[999] = INF
 
     with pytest.raises(NonFiniteError) as caught:
@@ -110,5 +110,5 @@ def test_a_packer_without_check_finite_packs_nan() -> None:
     packer = Packer()
     packed = packer.pack(nn.ParameterDict({"bad": nn.Parameter(torch.tensor([NAN]))}))
     assert math.isnan(packed.buffer.view[:4].cast("f")[0])
-    packer.handed_over(packed)
+    packer.release_packed(packed)
     packer.close()

@@ -120,7 +120,7 @@ def test_a_value_that_would_become_infinite_is_refused_by_name(
     tensor = torch.zeros(4, 4, dtype=torch.float64 if wire_dtype is SINGLE else torch.float32)
     weights = {**given, "layer.weight": tensor}
     tensor[1, 2] = fits
-    packer.handed_over(packer.pack(weights))
+    packer.release_packed(packer.pack(weights))
     tensor[1, 2] = tensor[3, 3] = -overflows
 
     with pytest.raises(

@@ -226,7 +226,7 @@ def test_moving_the_model_off_the_gpu_between_two_sends_frees_its_gpu_memory() -
     for _ in range(3):
         packed = packer.pack(model, readers=readers)
         assert isinstance(packed.buffer, DeviceBuffer)
-        packer.handed_over(packed)
+        packer.release_packed(packed)
     before = torch.cuda.memory_allocated()
     model.cpu()
     assert before - torch.cuda.memory_allocated() >= model.weight.nbytes

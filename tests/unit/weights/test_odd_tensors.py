@@ -107,7 +107,7 @@ def test_the_trainer_refuses_to_send_an_unreadable_tensor(
     packer, tensor = Packer(), make()
     numel = 1 << 20 if "64 bytes" in message else 4
     if known:
-        packer.handed_over(packer.pack({"a": torch.ones(2), "x": torch.ones(numel)}))
+        packer.release_packed(packer.pack({"a": torch.ones(2), "x": torch.ones(numel)}))
 
     with pytest.raises(LayoutError, match=f"'x' {message}") as caught:
         packer.pack({"a": torch.ones(2), "x": tensor})

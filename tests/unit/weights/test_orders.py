@@ -268,7 +268,7 @@ def test_transposed_weights_are_packed_in_the_agreed_order() -> None:
         assert made.digested() == Target(source).digest(layout)
         found = dict(zip(layout.names, views(layout, owning(made.buffer.view)), strict=True))
         assert all(torch.equal(found[name], tensor) for name, tensor in source.state_dict().items())
-        packer.handed_over(made)
+        packer.release_packed(made)
 
 
 @pytest.mark.parametrize("make", [lambda seed: module(ORDERS[9], seed), lambda seed: module(ORDERS[23], seed)])

@@ -44,7 +44,7 @@ def sent(packer: Packer, model: nn.Module | dict[str, Tensor]) -> dict[str, Tens
     try:
         flat = owning(memoryview(bytearray(packed.buffer.view[: packed.layout.nbytes])))
     finally:
-        packer.handed_over(packed)
+        packer.release_packed(packed)
     found = zip(packed.layout.entries, views(packed.layout, flat), strict=True)
     return {entry.name: tensor for entry, tensor in found}
 

@@ -277,7 +277,7 @@ def test_reading_a_module_does_not_keep_its_class_alive() -> None:
             return super().forward(input) + data
 
     packer, kind = Packer(), ref(Net)
-    packer.handed_over(packer.pack(Net(2, 3)))
+    packer.release_packed(packer.pack(Net(2, 3)))
     assert not is_sharded(Net(2, 3))
     assert not is_weightless(Net(2, 3))
     assert read_live(Net(2, 3)).tensors

@@ -25,13 +25,13 @@ from weightsync.transports.calls.waiting import AskingClient, CallsInTurn, compl
 from weightsync.transports.calls.without_receiver import ack, refusal, start_call
 from weightsync.transports.rpc import (
     ENDLESS,
-    WAY,
+    TRANSPORT_NAME,
     RpcCallClient,
     WorkerInfo,
     ask_listening,
     begin,
     lost,
-    raised_there,
+    raised_remotely,
     worker_named,
 )
 from weightsync.weights.unpacking import form_taken
@@ -79,13 +79,13 @@ def link_to(
     worker = worker_of(collector, peer)
     ours = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
-        return CallLink(ours, peer, lambda: ours.remark, (WAY, model_id, str(worker.name)))
+        return CallLink(ours, peer, lambda: ours.remark, (TRANSPORT_NAME, model_id, str(worker.name)))
     kind = CollectorClass(collector)
     # By its id: a reference has no other identity, and lives as long as a call over a former link.
-    called = WAY, model_id, id(collector.rref)
+    called = TRANSPORT_NAME, model_id, id(collector.rref)
     plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form, called)
     asking = AskingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
-    return CallLink(asking, peer, worker=(WAY, model_id, str(worker.name)))
+    return CallLink(asking, peer, worker=(TRANSPORT_NAME, model_id, str(worker.name)))
 
 
 def worker_of(collector: Collector, peer: str) -> WorkerInfo:
@@ -223,7 +223,7 @@ class CollectorCallClient:
         try:
             over.value()
         except Exception as error:
-            if not raised_there(error):
+            if not raised_remotely(error):
                 raise lost(self._peer, error) from error
             trace = str(error).strip()
             return [refusal(update, _reason(trace), trace)]

@@ -18,7 +18,7 @@ from weightsync.schemes.peers.base import Presenter
 from weightsync.transports.base import Link
 from weightsync.transports.calls.client import CallClient, CallLink
 from weightsync.transports.calls.waiting import AskingClient, NoCallClient
-from weightsync.transports.ray.client import WAY, ActorCallClient, CalledThrough, PlainActorCallClient
+from weightsync.transports.ray.client import TRANSPORT_NAME, ActorCallClient, ActorFunctionCaller, PlainActorCallClient
 from weightsync.transports.ray.object_store import ObjectCache, ObjectCaches
 from weightsync.transports.ray.session import require_ray
 from weightsync.weights.portable_pickle import portable
@@ -97,7 +97,7 @@ class ActorLinks:
         name, method = method_of(actor, methods, peer)
         handle, key = handle_of(actor), SharedKey.given(self._key)
         known = _id_of(handle)
-        worker = (WAY, model_id, known) if known else None
+        worker = (TRANSPORT_NAME, model_id, known) if known else None
         if name == CALL:
             return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
         _refuse_ray_client(handle, peer)
@@ -105,7 +105,7 @@ class ActorLinks:
         plain = without if name == RUN else self._plain_client(name, method, peer, worker)
         if handle is None:
             return _linked(plain, peer)
-        ours = ActorCallClient(CalledThrough(handle), model_id, peer, self._flat, key, known)
+        ours = ActorCallClient(ActorFunctionCaller(handle), model_id, peer, self._flat, key, known)
         asking = AskingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
         return _linked(asking, peer, worker)
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from weightsync.clock import Deadline, Timeout, seconds
 from weightsync.engine.copies import Configured
-from weightsync.engine.manual_ack import UPDATED, other_text
+from weightsync.engine.manual_ack import UPDATED, manual_refusal_reason
 from weightsync.engine.receiver import WeightReceiver
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, RefusedError, StateError
@@ -223,7 +223,7 @@ class TransportFacade(Configured):
             if outcome.kind is OutcomeKind.APPLIED:
                 text = f"worker {worker} acked version {report.version} with {UPDATED!r}, not {message!r}"
                 raise RefusedError(text, report, {worker: text})
-            if outcome.reason != other_text(message):
+            if outcome.reason != manual_refusal_reason(message):
                 report.raise_on_failure()
         return report
 
@@ -405,7 +405,7 @@ class TransportFacade(Configured):
         for side in sides:
             side.close()
 
-    def _close_after(self, error: BaseException) -> None:
+    def _close_on_error(self, error: BaseException) -> None:
         for receiver in list(self._receivers.values()):
             receiver.fail(error)
         self.close()

@@ -53,5 +53,5 @@ class NoTransport(Closing):
     def close(self) -> None:
         """Do nothing."""
 
-    def _close_after(self, error: BaseException) -> None:
+    def _close_on_error(self, error: BaseException) -> None:
         """There is no sender to notify."""

@@ -20,9 +20,9 @@ from weightsync.torchrl.updaters.local import got
 from weightsync.transports.ray.session import (
     ACTOR_WATCH,
     Session,
-    end_in_actor,
+    failure_in_actor,
+    keep_if_ray_ended,
     plain,
-    put_away,
     require_ray,
     settle,
 )
@@ -94,7 +94,7 @@ class RayWeightUpdater(WeightUpdaterBase):
             report = super()._push(given, worker_ids, deadline)
         finally:
             if self._reference is not None:
-                put_away(self._reference)
+                keep_if_ray_ended(self._reference)
             self._reference = None
         for worker in report.of(OutcomeKind.APPLIED):
             self._rests[worker] = self.remote_collectors[worker], self.max_interval
@@ -207,7 +207,7 @@ def _over(end: Future[None], over: Future[Any], peer: str) -> None:
     if error is None:
         settle(end)
     # Checked first: what the actor's method raised may itself be a ConnectionError.
-    elif (ended := end_in_actor(error)) is not None:
+    elif (ended := failure_in_actor(error)) is not None:
         settle(end, error=Raised(*ended))
     elif isinstance(error, exceptions.ObjectLostError):
         text = plain(str(error))

@@ -73,7 +73,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self, call_client: CallClient, peer: str, remark: Callable[[], str] = str, worker: Hashable | None = None
     ) -> None:
         super().__init__(peer)
-        self._remarked = remark
+        self._get_remark = remark
         self._position = LinkPosition(worker)
         self._call_client = call_client
         self._calls: list[Answers] = []
@@ -85,7 +85,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     @property
     def remark(self) -> str:
         """Why the worker does not answer: see `Remarks`."""
-        return self._remarked()
+        return self._get_remark()
 
     def shares(self, payload: Buffer, nbytes: int) -> bool:
         """Whether the worker maps the payload's memory: see `SharesMemory.shares`."""
@@ -96,7 +96,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._require_open()
         later = self._position.later if isinstance(message, Bye) else ()
         if later:
-            when_all_answered(later, lambda: self._say_late(message))
+            when_all_answered(later, lambda: self._send_late_goodbye(message))
             return
         nbytes = message.nbytes if isinstance(message, Update) else 0
         if nbytes and (payload is None or payload.nbytes < nbytes):
@@ -121,7 +121,7 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._position.met()
         self._waker.fire()
 
-    def _say_late(self, goodbye: Message) -> None:
+    def _send_late_goodbye(self, goodbye: Message) -> None:
         """Send a goodbye that has waited for later links. Runs in any thread, after the link was closed."""
         try:
             self._call_client.start(goodbye, None)

@@ -79,13 +79,13 @@ class CallAuthenticator:
             # If two calls arrived as the first one, one of them is repeated with the other's challenge.
             first = self._sessions.setdefault(parcel.link, session)
             if isinstance(admitted, HeldCall):
-                self._keep_few()
+                self._evict_excess()
         return admitted if first is session else self.admit(parcel)
 
     def _begun(self, key: SharedKey, link: str) -> _Session:
         return _Session(WorkerSeal(key, Identity(self._way, self._model_id, self._worker(), link)))
 
-    def _keep_few(self) -> None:
+    def _evict_excess(self) -> None:
         unproven = [name for name, session in self._sessions.items() if not session.proven]
         nbytes = sum(self._sessions[name].kept_nbytes for name in unproven)
         for count, name in zip(range(len(unproven), 1, -1), unproven, strict=False):
@@ -166,9 +166,9 @@ class _Session:
             if opened.frame and not self._seal.proven:
                 self._kept[parcel.number] = opened
                 return HeldCall([self._seal.challenge])
-            return opened if opened.frame else self._again(opened)
+            return opened if opened.frame else self._take_kept(opened)
 
-    def _again(self, parcel: Parcel) -> Parcel:
+    def _take_kept(self, parcel: Parcel) -> Parcel:
         kept = self._kept.pop(parcel.number, None)
         if kept is None and parcel.number not in self._asked_again:
             raise AuthenticationError("A proof arrived for a call that has not arrived.")

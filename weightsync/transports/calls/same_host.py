@@ -96,16 +96,16 @@ class SharedPayloads:
         self._shares = False
         #: Of payloads that are to be sent: the seal that each gets, and whether the worker maps it. One thread may pack
         #: the next version while another sends the one before.
-        self._decided: WeakKeyDictionary[Buffer, tuple[bytes, bool]] = WeakKeyDictionary()
+        self._promises: WeakKeyDictionary[Buffer, tuple[bytes, bool]] = WeakKeyDictionary()
 
     def shares(self, payload: Buffer) -> bool:
         """Whether the worker maps a payload. The answer stays the same until `place` is called with it."""
         if payload.segment is None:
             return False
         with self._lock:
-            seal, decided = payload.segment.next_seal, self._decided.get(payload)
+            seal, decided = payload.segment.next_seal, self._promises.get(payload)
             if decided is None or decided[0] != seal:
-                decided = self._decided[payload] = seal, self._shares
+                decided = self._promises[payload] = seal, self._shares
             return decided[1]
 
     def place(self, update: Update, payload: Buffer | None) -> tuple[Update, SegmentPlace | None]:
@@ -116,12 +116,12 @@ class SharedPayloads:
         if payload is None or payload.segment is None:
             return update, None
         with self._lock:
-            if self._decided.pop(payload, None) != (payload.segment.next_seal, True):
+            if self._promises.pop(payload, None) != (payload.segment.next_seal, True):
                 return update, None
             self._pins.hold(update, payload)
             return replace(update, slot=payload.segment.ref), SegmentPlace.of(payload.segment)
 
-    def without_mark(self, frames: Sequence[bytes]) -> Sequence[bytes]:
+    def strip_mark(self, frames: Sequence[bytes]) -> Sequence[bytes]:
         """The frames of a call's result, without the worker's remark that it reaches our memory."""
         if not isinstance(frames, list | tuple) or REACHES not in frames:
             return frames
@@ -143,7 +143,7 @@ class SharedPayloads:
         """The worker can no longer be asked: memory that it may be reading is never written again."""
         with self._lock:
             self._shares = self._reached = False
-            self._decided.clear()
+            self._promises.clear()
             self._pins.retire()
 
 

@@ -47,10 +47,10 @@ class _Listener:
         self.accept = accept
 
     def __call__(self) -> None:
-        self._call_server._shut()
+        self._call_server._stop_listening()
 
 
-def _nobody() -> None:
+def _no_listener() -> None:
     """In place of a reference to a `_Listener`: no receiver listens."""
 
 
@@ -85,7 +85,7 @@ class CallServer:
         self._being_accepted: set[CallServerLink] = set()
         self._accepted = threading.Condition(self._lock)
         #: Gives what the receiver holds while it listens; None: it was dropped.
-        self._listener: Callable[[], _Listener | None] = _nobody
+        self._listener: Callable[[], _Listener | None] = _no_listener
 
     def submit(self, parcel: Parcel) -> Future[Frames]:
         """Process a call, from any thread: see `CallServerLink.bring`.
@@ -112,10 +112,10 @@ class CallServer:
                 self._sealed.append((parcel, waiting))
                 return waiting
         if gate is None:
-            return self._bring(parcel, gate)
+            return self._process_call(parcel, gate)
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
-            return gate.sealed(parcel.link, self._bring(admitted, gate))
+            return gate.sealed(parcel.link, self._process_call(admitted, gate))
         gone: Future[Frames] = CallRefused() if isinstance(admitted, UntrustedCall) else Future()
         gone.set_result(admitted.frames)
         return gone
@@ -128,10 +128,10 @@ class CallServer:
                 "make the worker's receiver first."
             )
 
-    def _bring(self, parcel: Parcel, gate: CallAuthenticator | None) -> Future[Frames]:
+    def _process_call(self, parcel: Parcel, gate: CallAuthenticator | None) -> Future[Frames]:
         """Process a call that ``gate`` has let through. Raises _GateReplaced: there is another gate now."""
         brought = opened(parcel) if parcel.frame else None
-        if self._key is None and _is_from_elsewhere(brought):
+        if self._key is None and _is_from_other_host(brought):
             warn_exposed(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
             self._accepted.wait_for(lambda: self._links.get(parcel.link) not in self._being_accepted)
@@ -145,19 +145,19 @@ class CallServer:
             link.close(f"this link broke the protocol: {brought}")
             raise brought
         if brought is not None and parcel.place is not None:
-            brought = link.located(brought, parcel.place)
+            brought = link.locate_payload(brought, parcel.place)
         try:
             if gate is not None and _is_goodbye(brought):
                 # Proven with it: their sender may ask for none of them again, and the goodbye is read after them.
                 for kept in gate.forget(parcel.link):
                     link.bring(kept.number, opened(kept))
             answer = link.bring(parcel.number, brought)
-            if self._key is None and _is_within_reach(brought):
+            if self._key is None and _can_map_sender_memory(brought):
                 return changed(answer, lambda frames: [*frames, REACHES])
             return answer
         finally:
             if accept is not None:
-                self._give(link, accept)
+                self._give_link(link, accept)
 
     def _link_of(self, name: str) -> tuple[CallServerLink, Callable[[Link], None] | None]:
         """A call's link; and, if it is a new one and a receiver listens, what takes it. The caller holds the lock."""
@@ -174,7 +174,7 @@ class CallServer:
             self._being_accepted.add(link)
         return link, accept
 
-    def _give(self, link: CallServerLink, accept: Callable[[Link], None]) -> None:
+    def _give_link(self, link: CallServerLink, accept: Callable[[Link], None]) -> None:
         """Give the receiver a link. From then on any call of that link can have the receiver read it."""
         try:
             accept(link)
@@ -228,17 +228,17 @@ class CallServer:
     def _hang_up(self, parcel: Parcel) -> None:
         gate = self._gate
         if gate is None and is_envelope(parcel.frame):
-            self._forget(parcel.link)
+            self._end_sealed_calls(parcel.link)
             return
         admitted = parcel if gate is None else gate.admit(parcel)
         if isinstance(admitted, Parcel):
-            self._end(admitted, gate)
+            self._end_link(admitted, gate)
         elif gate is not None and isinstance(admitted, HeldCall):
             # None, unless a proof has just come in another thread. The goodbye, which was kept too, is the last.
             for kept in gate.forget(parcel.link):
-                self._end(kept, gate)
+                self._end_link(kept, gate)
 
-    def _forget(self, name: str) -> None:
+    def _end_sealed_calls(self, name: str) -> None:
         """End the calls of a link that has not been opened yet."""
         with self._lock:
             gone = [waiting for parcel, waiting in self._sealed if parcel.link == name]
@@ -246,9 +246,9 @@ class CallServer:
         for waiting in gone:
             waiting.set_result([])
 
-    def _end(self, parcel: Parcel, gate: CallAuthenticator | None) -> None:
+    def _end_link(self, parcel: Parcel, gate: CallAuthenticator | None) -> None:
         try:
-            self._bring(parcel, gate)
+            self._process_call(parcel, gate)
         finally:
             with self._lock:
                 link = self._links.get(parcel.link)  # None: it was refused, as others wait
@@ -315,7 +315,7 @@ class CallServer:
         with self._lock:
             if self._accept is not None:
                 raise ConfigurationError(f"Model {self.model_id!r} has a receiver in this process: close that first.")
-            dropped = self._listener is not _nobody
+            dropped = self._listener is not _no_listener
             left = [link for link in self._links.values() if dropped and link not in self._unmet]
             self._listener = ref(listener)
             same = self._key == key
@@ -329,27 +329,27 @@ class CallServer:
             link.close("its receiver was dropped without close(), and another one listens now.")
         for link in unmet:
             if same:
-                self._give(link, accept)
+                self._give_link(link, accept)
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
         for parcel, waiting in sealed:
             self.submit(parcel).add_done_callback(partial(complete_like, waiting))
         return listener
 
-    def _shut(self) -> None:
+    def _stop_listening(self) -> None:
         with self._lock:
-            self._listener = _nobody
+            self._listener = _no_listener
 
 
 def _is_goodbye(brought: Received | ProtocolError | None) -> bool:
     return isinstance(brought, Received) and isinstance(brought.message, Bye)
 
 
-def _is_from_elsewhere(brought: Received | ProtocolError | None) -> bool:
+def _is_from_other_host(brought: Received | ProtocolError | None) -> bool:
     hello = brought.message if isinstance(brought, Received) else None
     return isinstance(hello, Hello) and hello.host not in {b"", own_host()}
 
 
-def _is_within_reach(brought: Received | ProtocolError | None) -> bool:
+def _can_map_sender_memory(brought: Received | ProtocolError | None) -> bool:
     hello = brought.message if isinstance(brought, Received) else None
     return isinstance(hello, Hello) and reaches(hello)

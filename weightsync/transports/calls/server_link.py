@@ -69,16 +69,16 @@ class CallServerLink(WakeableLink):
         self._arrived: deque[Received | ProtocolError] = deque()
         self._unread_nbytes = 0
         #: Set when the limit was exceeded: nothing more is kept.
-        self._flooded: ProtocolError | None = None
+        self._overflow_error: ProtocolError | None = None
         self._open: dict[int, Future[Frames]] = {}
         self._answered: OrderedDict[int, Frames] = OrderedDict()
-        self._said_bye = False
-        self._unsaid: Frames = []
+        self._goodbye_sent = False
+        self._undelivered: Frames = []
         self._hung_up = False
         self._places = MappedPlaces()
         forget_after_fork(self)
 
-    def located(self, brought: Received | ProtocolError, place: SegmentPlace) -> Received | ProtocolError:
+    def locate_payload(self, brought: Received | ProtocolError, place: SegmentPlace) -> Received | ProtocolError:
         """A call's content with the payload that lies there. An error is returned, as by `opened`."""
         if isinstance(brought, ProtocolError) or not isinstance(brought.message, Update) or not brought.message.nbytes:
             return brought
@@ -101,15 +101,15 @@ class CallServerLink(WakeableLink):
             ClosedByPeer: the link was closed here.
         """
         with self._lock:
-            if self._closed and self._unsaid:
-                last, self._unsaid = self._unsaid, []
-                return _done(last)
+            if self._closed and self._undelivered:
+                last, self._undelivered = self._undelivered, []
+                return _completed(last)
             if self._closed:
                 raise ClosedByPeer(f"The link to {self._peer} is closed.")
             if number in self._open:
                 return self._open[number]
             if number in self._answered or number < self._next:
-                return _done(self._answered.get(number, []))
+                return _completed(self._answered.get(number, []))
             if number >= self._next + MAX_AHEAD:
                 raise codec.malformed(f"Call {number} arrived while call {self._next} is awaited", b"")
             self._require_room()
@@ -117,8 +117,8 @@ class CallServerLink(WakeableLink):
             self._early[number] = received
             self._unread_nbytes += _nbytes(received)
             self._deliver()
-            ready = self._ready() if self._unsaid or self._hung_up else None
-        _answer(ready)
+            ready = self._take_oldest_answer() if self._undelivered or self._hung_up else None
+        _complete(ready)
         self._waker.fire()
         if isinstance(received, ProtocolError):
             raise received
@@ -126,15 +126,15 @@ class CallServerLink(WakeableLink):
 
     def _require_room(self) -> None:
         count = len(self._early) + len(self._arrived)
-        if self._flooded is None and (count >= MAX_UNREAD or self._unread_nbytes >= MAX_UNREAD_NBYTES):
-            self._flooded = ProtocolError(
+        if self._overflow_error is None and (count >= MAX_UNREAD or self._unread_nbytes >= MAX_UNREAD_NBYTES):
+            self._overflow_error = ProtocolError(
                 f"{count} messages ({self._unread_nbytes} bytes) of {self._peer} are unread here, and another arrived: "
                 "this link is closed. Call receive() more often."
             )
-            self._arrived.append(self._flooded)
+            self._arrived.append(self._overflow_error)
             self._waker.fire()
-        if self._flooded is not None:
-            raise self._flooded
+        if self._overflow_error is not None:
+            raise self._overflow_error
 
     @property
     def unread_nbytes(self) -> int:
@@ -165,9 +165,9 @@ class CallServerLink(WakeableLink):
         """End all calls, also those that have not arrived yet: the sender waits for no answers any more."""
         with self._lock:
             self._hung_up = True
-            ready = [self._give(number) for number in sorted(self._open)]
+            ready = [self._take_answer(number) for number in sorted(self._open)]
         for each in ready:
-            _answer(each)
+            _complete(each)
 
     def awaits_turn(self, number: int) -> bool:
         """Whether a call that was begun before this one has not arrived yet."""
@@ -177,8 +177,8 @@ class CallServerLink(WakeableLink):
     def release(self, number: int) -> None:
         """End a call now, with the answers that there are."""
         with self._lock:
-            ready = self._give(number) if number in self._open else None
-        _answer(ready)
+            ready = self._take_answer(number) if number in self._open else None
+        _complete(ready)
 
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Answer the oldest unanswered call; if there is none, the next call: see `Link.send`."""
@@ -186,18 +186,18 @@ class CallServerLink(WakeableLink):
             raise ConfigurationError("A receiver's answers carry no payload.")
         with self._lock:
             self._require_open()
-            self._unsaid.append(codec.encode(message))
-            self._said_bye |= isinstance(message, Bye)
-            ready = self._ready()
-        _answer(ready)
+            self._undelivered.append(codec.encode(message))
+            self._goodbye_sent |= isinstance(message, Bye)
+            ready = self._take_oldest_answer()
+        _complete(ready)
 
-    def _ready(self) -> tuple[Future[Frames], Frames] | None:
+    def _take_oldest_answer(self) -> tuple[Future[Frames], Frames] | None:
         if not self._open:
             return None
-        return self._give(min(self._open))
+        return self._take_answer(min(self._open))
 
-    def _give(self, number: int) -> tuple[Future[Frames], Frames]:
-        said, self._unsaid = self._unsaid, []
+    def _take_answer(self, number: int) -> tuple[Future[Frames], Frames]:
+        said, self._undelivered = self._undelivered, []
         self._answered[number] = said
         if len(self._answered) > _REMEMBERED:
             self._answered.popitem(last=False)
@@ -249,7 +249,7 @@ class CallServerLink(WakeableLink):
             self._places.clear()
             self._unread_nbytes = 0
         for call in waiting:
-            if self._said_bye:
+            if self._goodbye_sent:
                 call.set_result([])
             else:
                 call.set_exception(ClosedByPeer(reason))
@@ -297,13 +297,13 @@ def _nbytes(received: Received | ProtocolError | None) -> int:
     return received.payload.nbytes if isinstance(received, Received) and received.payload is not None else 0
 
 
-def _done(frames: Frames) -> Future[Frames]:
+def _completed(frames: Frames) -> Future[Frames]:
     answer: Future[Frames] = Future()
     answer.set_result(frames)
     return answer
 
 
-def _answer(ready: tuple[Future[Frames], Frames] | None) -> None:
+def _complete(ready: tuple[Future[Frames], Frames] | None) -> None:
     """Complete a future. Called outside every lock, since a callback of the future may call back into this module."""
     if ready is not None:
         ready[0].set_result(ready[1])

@@ -63,22 +63,22 @@ class AskingClient(SharesMemory):
             self._failure = failure  # nobody will answer the messages that follow either
             self._waiting.clear()
             raise
-        asked.add_done_callback(self._found)
+        asked.add_done_callback(self._choose_client)
 
-    def _found(self, found: Future[Sequence[str]]) -> None:
+    def _choose_client(self, found: Future[Sequence[str]]) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
             self._failure = found.exception()
             if self._failure is None:
-                self._chosen = self._fitting(found.result())
+                self._chosen = self._client_for(found.result())
             begun = [
-                (answers, _begun(functools.partial(self.start, message, payload)))
+                (answers, _begin_or_fail(functools.partial(self.start, message, payload)))
                 for message, payload, answers in waiting
             ]
         for answers, inner in begun:
             inner.add_done_callback(functools.partial(complete_like, answers))
 
-    def _fitting(self, models: Sequence[str]) -> CallClient:
+    def _client_for(self, models: Sequence[str]) -> CallClient:
         if self._model_id in models:
             return self._ours
         return RefusingClient(another_model(self._model_id, models)) if models else self._plain
@@ -157,7 +157,7 @@ class CallsInTurn:
         """Begin a call, now or later. Raises TransportError: closed, or as ``call`` does, if it is begun now."""
         with self._lock:
             if self._closed:
-                raise self._is_closed()
+                raise self._closed_error()
             former = None if self._busy else _in_flight.to(self._worker)
             waits, self._busy = self._busy or former is not None, True
             if waits:
@@ -182,9 +182,9 @@ class CallsInTurn:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
         for answers, _ in waiting:
-            answers.set_exception(self._is_closed())
+            answers.set_exception(self._closed_error())
 
-    def _is_closed(self) -> TransportError:
+    def _closed_error(self) -> TransportError:
         return TransportError(f"The link to {self._peer} is closed.")
 
     def _begin_next(self) -> None:
@@ -196,18 +196,18 @@ class CallsInTurn:
                     return
                 answers, call = self._waiting.popleft()
             _in_flight.note(self._worker, answers)
-            begun = _begun(call)
+            begun = _begin_or_fail(call)
             if not begun.done():
-                begun.add_done_callback(functools.partial(self._ended, answers))
+                begun.add_done_callback(functools.partial(self._complete_and_begin_next, answers))
                 return
             complete_like(answers, begun)
 
-    def _ended(self, answers: Answers, begun: Answers) -> None:
+    def _complete_and_begin_next(self, answers: Answers, begun: Answers) -> None:
         complete_like(answers, begun)
         self._begin_next()
 
 
-def _begun(call: Callable[[], Answers]) -> Answers:
+def _begin_or_fail(call: Callable[[], Answers]) -> Answers:
     """The call's answers; if it could not be begun, they have failed already."""
     try:
         return call()

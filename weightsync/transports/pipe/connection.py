@@ -317,15 +317,15 @@ class Channel:
         try:
             self._drain(reader)
         except EOFError as error:
-            self._fail(lost(self._ended("was closed by the other end"), error))
+            self._fail(lost(self._describe_end("was closed by the other end"), error))
         except ProtocolError as error:
             self._fail(broken(error))
         except OSError as error:
             if self._socket is not None:  # a signal handler may have closed it
-                self._fail(lost(self._ended(f"broke ({error})"), error))
+                self._fail(lost(self._describe_end(f"broke ({error})"), error))
         self._reading = False
 
-    def _ended(self, how: str) -> str:
+    def _describe_end(self, how: str) -> str:
         """How the connection ended: with the peer's process, or as the socket says."""
         watch = self._watch
         if watch is None:

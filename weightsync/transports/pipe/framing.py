@@ -66,7 +66,7 @@ class _FramedUpdates:
 framed_updates: Final = _FramedUpdates()
 
 
-def start_of_ours(content: Readable) -> int | None:
+def header_offset(content: Readable) -> int | None:
     """The offset of the header in a weightsync frame; None if the frame is a user message.
 
     Frames without the preamble are ours too: an older release writes them, and gets the error that names its version.
@@ -76,7 +76,7 @@ def start_of_ours(content: Readable) -> int | None:
     return 0 if content[: len(MAGIC)] == MAGIC else None
 
 
-def may_be_ours(content: Readable) -> bool:
+def may_be_frame_start(content: Readable) -> bool:
     """Whether the part of a frame that has arrived may be the start of a weightsync frame."""
     start = bytes(content[: len(PREAMBLE)])
     return len(start) < len(PREAMBLE) and (
@@ -257,17 +257,17 @@ class Inflow:
         if self._start == self.end:
             self._start = self.end = 0
         beginning: Readable = frame[:_PREAMBLE_NBYTES]
-        start = _PREAMBLE_NBYTES if beginning == PREAMBLE else start_of_ours(frame)
+        start = _PREAMBLE_NBYTES if beginning == PREAMBLE else header_offset(frame)
         if start is None:
             return UserMessage(bytearray(frame))
         frame = frame[start:]
         head = codec.peek(frame)
         control = codec.HEADER_NBYTES + head.body_nbytes
         if control + head.payload_nbytes != nbytes - start:
-            raise _other_size(frame, nbytes - start)
+            raise _size_mismatch(frame, nbytes - start)
         message = codec.decode_with(head, frame[:control])
         payload = memoryview(bytearray(frame[control:])) if head.payload_nbytes else None
-        claimed = self._claim(head, message, frame) if head.descriptors else _UNCLAIMED
+        claimed = self._claim_fds(head, message, frame) if head.descriptors else _UNCLAIMED
         return Frame(message, payload, *claimed)
 
     def _begin(self) -> bool:
@@ -283,16 +283,16 @@ class Inflow:
         if nbytes < 0:
             raise codec.malformed(f"A frame claims {nbytes} bytes", read)
         content = read[skip : skip + nbytes]
-        if len(content) < nbytes and may_be_ours(content):
+        if len(content) < nbytes and may_be_frame_start(content):
             return False
-        start = start_of_ours(content)
+        start = header_offset(content)
         if start is not None:
             skip, nbytes, content = skip + start, nbytes - start, content[start:]
             if len(content) < min(codec.HEADER_NBYTES, nbytes):
                 return False
             self._head = codec.peek(content)
             if self._head.control_nbytes + self._head.payload_nbytes != nbytes:
-                raise _other_size(content, nbytes)
+                raise _size_mismatch(content, nbytes)
             nbytes = self._head.control_nbytes
         self._start += skip
         self.filling = _Filling(nbytes)
@@ -311,7 +311,7 @@ class Inflow:
         if isinstance(filled, _Skipping):
             frame = Frame(self._message, None, (), filled.why)
         else:
-            frame = Frame(self._message, self._payload, *self._claim(self._head, self._message, filled.grown))
+            frame = Frame(self._message, self._payload, *self._claim_fds(self._head, self._message, filled.grown))
         self._head = self._message = self._payload = None
         return frame
 
@@ -323,7 +323,7 @@ class Inflow:
             return _Skipping(nbytes, str(error))
         return _Filling(nbytes, self._payload)
 
-    def _claim(self, head: codec.Head, message: Message, control: codec.Readable) -> tuple[tuple[int, ...], str]:
+    def _claim_fds(self, head: codec.Head, message: Message, control: codec.Readable) -> tuple[tuple[int, ...], str]:
         """The descriptors of a frame: that of a segment, with the first update in it.
 
         If the kernel has dropped it, there is none, and the second value says why.
@@ -352,7 +352,7 @@ class Inflow:
                 os.close(descriptor)
 
 
-def _other_size(frame: memoryview, nbytes: int) -> ProtocolError:
+def _size_mismatch(frame: memoryview, nbytes: int) -> ProtocolError:
     return codec.malformed(f"A frame of {nbytes} bytes has a header with another size", frame)
 
 
@@ -364,14 +364,14 @@ class ReceiveBuffers:
 
     def find(self, nbytes: int) -> memoryview:
         """Memory for a payload, valid as long as something refers to it. Raises NoRoom: there is not enough."""
-        buffer = next((known for known in self._known if len(known) >= nbytes and _unused(known)), None)
+        buffer = next((known for known in self._known if len(known) >= nbytes and _is_unused(known)), None)
         if buffer is None:
             buffer = anonymous(nbytes)
             self._known.append(buffer)
         return memoryview(buffer)[:nbytes]
 
 
-def _unused(memory: mmap.mmap) -> bool:
+def _is_unused(memory: mmap.mmap) -> bool:
     """Whether no view of it is left: only then can it be resized, here to its own size."""
     try:
         memory.resize(len(memory))

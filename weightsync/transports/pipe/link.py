@@ -94,7 +94,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Queue a message and write what fits now: see `Link.send`."""
         if self._closed:
-            raise self._no_longer()
+            raise self._closed_error()
         if not isinstance(message, Update) or not message.nbytes:
             self._channel.write(self._peer, OutgoingFrame(framed(message)))
         elif payload is None or payload.nbytes < message.nbytes:
@@ -151,7 +151,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
     def send_part(self, part: Part, payload: Buffer) -> None:
         """Name a range of the segment: see `TakesParts`."""
         if self._closed:
-            raise self._no_longer()
+            raise self._closed_error()
         assert payload.segment is not None
         if self._named.missing(payload.segment):  # versions that other threads have sent pushed it out of the list
             return
@@ -160,13 +160,13 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
     def flush(self) -> bool:
         """Write as much as possible of what is queued: see `Link.flush`."""
         if self._closed:
-            raise self._no_longer()
+            raise self._closed_error()
         return self._channel.write(self._peer)
 
     def receive(self) -> list[Received]:
         """All whole messages that have arrived, up to a goodbye: see `Link.receive`."""
         if self._closed:
-            raise self._no_longer()
+            raise self._closed_error()
         if self._broken is not None:
             raise self._broken
         frames = self._channel.collect(self._box)
@@ -296,7 +296,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         self._closed = True
         self._channel.withdraw(self._box)
 
-    def _no_longer(self) -> TransportError:
+    def _closed_error(self) -> TransportError:
         return TransportError(f"The link to {self._peer} is closed.")
 
 
@@ -304,7 +304,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
 MAX_SEGMENTS: Final = 4
 
 
-class Numbered(Protocol):
+class NumberedSlot(Protocol):
     """A slot that links name: a segment, or memory of a device."""
 
     @property
@@ -323,25 +323,25 @@ class NamedSegments:
         #: For each segment's number, the key of the version that it was named for last.
         self._keys: OrderedDict[int, tuple[int, int]] = OrderedDict()
         #: Segments whose descriptors must be passed again, since the worker may not have mapped them.
-        self._again: set[int] = set()
+        self._to_pass_again: set[int] = set()
 
-    def missing(self, segment: Numbered) -> tuple[int, ...]:
+    def missing(self, segment: NumberedSlot) -> tuple[int, ...]:
         """The descriptors to pass with the next frame that names ``segment``."""
-        passed = segment.number in self._keys and segment.number not in self._again
+        passed = segment.number in self._keys and segment.number not in self._to_pass_again
         return () if passed else (segment.fd,)
 
-    def name(self, segment: Numbered, update: Update) -> None:
+    def name(self, segment: NumberedSlot, update: Update) -> None:
         """Record that a frame names this segment."""
         self._keys[segment.number] = update.incarnation, update.version
         self._keys.move_to_end(segment.number)
-        self._again.discard(segment.number)
+        self._to_pass_again.discard(segment.number)
         if len(self._keys) > MAX_SEGMENTS:
-            self._again.discard(self._keys.popitem(last=False)[0])
+            self._to_pass_again.discard(self._keys.popitem(last=False)[0])
 
     def answered(self, refusal: Refusal) -> None:
         """Process a refusal: the worker may have refused a version because it could not map its segment."""
         key = refusal.incarnation, refusal.version
-        self._again.update(number for number, named_for in self._keys.items() if named_for == key)
+        self._to_pass_again.update(number for number, named_for in self._keys.items() if named_for == key)
 
 
 class MappedSegments:
@@ -371,7 +371,7 @@ class MappedSegments:
         """
         try:
             if untaken or descriptors:
-                self._take(slot, descriptors, untaken)
+                self._map_slot(slot, descriptors, untaken)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -393,16 +393,16 @@ class MappedSegments:
             raise codec.malformed(f"The peer names segment {segment}, which it never passed", b"")
         return found
 
-    def _take(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str) -> None:
+    def _map_slot(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str) -> None:
         try:
-            made = untaken or self._opened(slot, descriptors[0])
+            made = untaken or self._open_slot(slot, descriptors[0])
         except NoRoom as error:
             made = str(error)
         # Passed again after a refusal, it may be another segment than the one mapped so far: the new one counts.
         if not isinstance(made, str) or isinstance(self._mappings.get(slot.segment, ""), str):
             self._mappings[slot.segment] = made
 
-    def _opened(self, slot: SlotRef, descriptor: int) -> Mapping | OnDevice:
+    def _open_slot(self, slot: SlotRef, descriptor: int) -> Mapping | OnDevice:
         if not slot.device:
             return Mapping(descriptor, self.pinnable)
         if self.opener is None:

@@ -54,12 +54,12 @@ class Mailbox:
             self.signal()
         return taken[:end]
 
-    def for_successor(self) -> list[Frame]:
+    def successor_frames(self) -> list[Frame]:
         """Empty it as its link closes. Returns what is the next link's: from a handshake behind a goodbye on."""
         left, said_goodbye = list(self.frames), self.said_goodbye
         self.frames.clear()
         for at, frame in enumerate(left):
-            if said_goodbye and _is_from_sender(frame.message):
+            if said_goodbye and _is_sender_handshake(frame.message):
                 discard(left[:at])
                 return left[at:]
             said_goodbye = said_goodbye or isinstance(frame.message, Bye)
@@ -74,7 +74,7 @@ class Sorter:
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: deque[Frame] = deque()
         #: Models whose mailbox was closed here, until a new link begins: what comes before was for the closed one.
-        self._left: set[str] = set()
+        self._awaiting_link: set[str] = set()
         #: Models that are not registered, and whose senders were not answered yet.
         self.unmet: list[str] = []
         self._unclaimed_nbytes = 0
@@ -83,8 +83,8 @@ class Sorter:
         self._user_waker: Waker | None = None
         # The order of arrival of the user's messages, and of each model's newest update among them.
         self._sorted = 0
-        self._user_at: deque[int] = deque()
-        self._updated_at: dict[str, int] = {}
+        self._user_positions: deque[int] = deque()
+        self._update_positions: dict[str, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._boxes)
@@ -120,10 +120,10 @@ class Sorter:
         if self._boxes.get(box.model_id) is not box:
             return False
         del self._boxes[box.model_id]
-        for_successor = box.for_successor()
-        if not for_successor:
-            self._left.add(box.model_id)
-        for frame in for_successor:
+        successor_frames = box.successor_frames()
+        if not successor_frames:
+            self._awaiting_link.add(box.model_id)
+        for frame in successor_frames:
             self._keep_unclaimed(frame)
         box.waker.close()
         return True
@@ -143,14 +143,14 @@ class Sorter:
         """The next of the user's messages, if there is one."""
         if not self.user_messages:
             return None
-        self._user_at.popleft()
+        self._user_positions.popleft()
         taken = self.user_messages.popleft()
         self._user_nbytes -= len(taken.data)
         return taken
 
     def user_message_is_first(self, model_id: str) -> bool:
         """Whether the user's next message arrived before the model's newest update."""
-        return bool(self.user_messages) and self._user_at[0] < self._updated_at.get(model_id, 0)
+        return bool(self.user_messages) and self._user_positions[0] < self._update_positions.get(model_id, 0)
 
     def sort(self, frame: Frame | UserMessage, reader: Mailbox | None) -> None:
         """Put a frame where it belongs, and wake its owner unless the owner is the reader.
@@ -165,13 +165,13 @@ class Sorter:
             return
         model_id = frame.message.model_id
         box = self._boxes.get(model_id)
-        if model_id in self._left:
+        if model_id in self._awaiting_link:
             if not _begins_link(frame.message, box):
                 discard([frame])
                 return
-            self._left.discard(model_id)
+            self._awaiting_link.discard(model_id)
         if isinstance(frame.message, Update):
-            self._updated_at[model_id] = self._sorted
+            self._update_positions[model_id] = self._sorted
         if box is not None:
             box.frames.append(frame)
             if box is not reader:
@@ -188,7 +188,7 @@ class Sorter:
     def _keep_unclaimed(self, frame: Frame) -> None:
         model_id = frame.message.model_id
         self._unclaimed.append(frame)
-        if _is_from_sender(frame.message) and model_id not in self.unmet:
+        if _is_sender_handshake(frame.message) and model_id not in self.unmet:
             self.unmet.append(model_id)
         self._unclaimed_nbytes += _nbytes(frame)
         if self._user_waker is not None:
@@ -202,7 +202,7 @@ class Sorter:
             )
         self.user_messages.append(frame)
         self._user_nbytes += len(frame.data)
-        self._user_at.append(self._sorted)
+        self._user_positions.append(self._sorted)
         if self._user_waker is not None:
             self._user_waker.fire()
 
@@ -242,7 +242,7 @@ def discard(frames: Iterable[Frame]) -> None:
 # settles nothing. The handshake is kept, and taken if the worker registers the model later.
 
 
-def _is_from_sender(message: Message) -> bool:
+def _is_sender_handshake(message: Message) -> bool:
     """Whether a message is a handshake that a sender began: a receiver's answer has a fence."""
     return isinstance(message, Hello) and not message.fence
 
@@ -252,8 +252,8 @@ def _begins_link(message: Message, box: Mailbox | None) -> bool:
 
     Without a link here, nothing can be an answer.
     """
-    if _is_from_sender(message) or box is None:
-        return _is_from_sender(message)
+    if _is_sender_handshake(message) or box is None:
+        return _is_sender_handshake(message)
     if isinstance(message, Hello) or (isinstance(message, Refusal) and message.version == 0):
         return True
     return isinstance(message, Bye) and message.incarnation == 0  # it ends before it has answered

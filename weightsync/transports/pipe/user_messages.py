@@ -10,7 +10,7 @@ from weightsync.clock import Deadline
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.protocol.codec import MAGIC
 from weightsync.transports.pipe.connection import Channel
-from weightsync.transports.pipe.framing import PREAMBLE, OutgoingFrame, start_of_ours
+from weightsync.transports.pipe.framing import PREAMBLE, OutgoingFrame, header_offset
 
 
 class UserMessages:
@@ -30,10 +30,10 @@ class UserMessages:
         while not self._channel.has_user_message():
             if deadline.passed:
                 return False
-            self._await(deadline.nap)
+            self._wait_for_message(deadline.nap)
         return True
 
-    def _await(self, timeout: float | None) -> None:
+    def _wait_for_message(self, timeout: float | None) -> None:
         waker = self._channel.user_waker()
         fd = waker.enter()
         if fd is None:
@@ -50,16 +50,16 @@ class UserMessages:
 
         Raises EOFError: none is left, and the connection has ended.
         """
-        return bytes(self._take())
+        return bytes(self._take_message())
 
     def recv(self) -> Any:
         """The user's next message, unpickled. Blocks until there is one.
 
         Raises EOFError: none is left, and the connection has ended.
         """
-        return ForkingPickler.loads(self._take())
+        return ForkingPickler.loads(self._take_message())
 
-    def _take(self) -> bytearray:
+    def _take_message(self) -> bytearray:
         while True:
             self.poll(None)
             try:
@@ -74,7 +74,7 @@ class UserMessages:
 
         Raises TransportError: the connection is dead or closed.
         """
-        self._put(memoryview(ForkingPickler.dumps(obj)))
+        self._write_frame(memoryview(ForkingPickler.dumps(obj)))
 
     def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
         """Send bytes, between two of our frames. Blocks until they were written.
@@ -84,13 +84,13 @@ class UserMessages:
             TransportError: the connection is dead or closed.
         """
         view = memoryview(data).cast("B")
-        start = start_of_ours(view)
+        start = header_offset(view)
         if start is not None:
             begins = PREAMBLE if start else MAGIC
             raise ConfigurationError(f"Messages that begin with {begins!r} are weightsync's own. Nothing was sent.")
-        self._put(view)
+        self._write_frame(view)
 
-    def _put(self, data: memoryview) -> None:
+    def _write_frame(self, data: memoryview) -> None:
         frame = OutgoingFrame(b"", data)
         self._channel.write("the peer", frame)
         while not frame.written:  # if it was dropped, as another thread has closed the link, `write` raises

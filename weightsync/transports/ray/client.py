@@ -26,16 +26,16 @@ from weightsync.transports.ray.object_store import CachedObject, ObjectCaches
 from weightsync.transports.ray.session import (
     ACTOR_WATCH,
     Session,
-    end_in_actor,
+    failure_in_actor,
+    keep_if_ray_ended,
     plain,
-    put_away,
     require_ray,
     settle,
 )
 from weightsync.transports.sealing import Challenged, Identity, new_name, seal_of
 
 #: The name of this transport in link identities, where there is a key.
-WAY: Final = "ray"
+TRANSPORT_NAME: Final = "ray"
 #: Ray passes arguments up to 100 KB with the call itself. Larger payloads are put into its object store.
 INLINE_NBYTES: Final = 64 * 1024
 
@@ -92,7 +92,7 @@ class _RayCallClient:
         """Begin no further calls: see `CallClient.close`."""
         self._closed = True
         if self._cached is not None:
-            put_away(self._cached)
+            keep_if_ray_ended(self._cached)
             self._cached = None
         for call in tuple(self._calls):
             ACTOR_WATCH.leave(call)
@@ -125,10 +125,10 @@ class _RayCallClient:
         try:
             raw = call.submit().future()
         except Exception as error:
-            raise _not_accepted(self._peer, error) from error
-        raw.add_done_callback(lambda over: self._ended(answers, over, call))
+            raise _not_accepted_error(self._peer, error) from error
+        raw.add_done_callback(lambda over: self._settle_or_repeat(answers, over, call))
 
-    def _ended(self, answers: Answers, over: Future[Any], call: _Call) -> None:
+    def _settle_or_repeat(self, answers: Answers, over: Future[Any], call: _Call) -> None:
         """Settle a call that has ended, or repeat it. Runs in a thread of Ray's."""
         try:
             settle(answers, call.said(over))
@@ -137,17 +137,17 @@ class _RayCallClient:
         except _OutOfOrderCall as early:
             self._repeat(answers, early, None if call.patience.passed else call)
         except _Restarting as restarting:
-            self._repeat_after(restarting, answers, call)
+            self._repeat_after_restart(restarting, answers, call)
         except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=error)
 
-    def _repeat_after(self, restarting: _Restarting, answers: Answers, call: _Call) -> None:
+    def _repeat_after_restart(self, restarting: _Restarting, answers: Answers, call: _Call) -> None:
         if restarting.handshake is None:  # the worker's next link may have made its own by then
             ACTOR_WATCH.call_soon(lambda: self._repeat(answers, restarting, None if self._closed else call))
         else:
-            restarting.handshake.add_done_callback(partial(self._repeat_behind, [(answers, restarting, call)]))
+            restarting.handshake.add_done_callback(partial(self._repeat_after_handshake, [(answers, restarting, call)]))
 
-    def _repeat_behind(self, waiting: list[tuple[Answers, _Restarting, _Call]], handshake: Answers) -> None:
+    def _repeat_after_handshake(self, waiting: list[tuple[Answers, _Restarting, _Call]], handshake: Answers) -> None:
         """Repeat a call behind its handshake, or fail it too. The handshake keeps its callbacks, but not the call."""
         answers, restarting, call = waiting.pop()
         self._repeat(answers, restarting, call if handshake.exception() is None else None)
@@ -164,18 +164,18 @@ class _RayCallClient:
         except Exception as failed:  # noqa: BLE001 - reported to the call that waits for the answers
             settle(answers, error=failed)
 
-    def _gone(self, error: BaseException) -> TransportError:
-        if isinstance(error, _exceptions().RayTaskError):
+    def _loss_error(self, error: BaseException) -> TransportError:
+        if isinstance(error, _ray_exceptions().RayTaskError):
             kind = ClosedByPeer if isinstance(error.cause, ClosedByPeer) else TransportError
             lost = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
-        elif (ended := end_in_actor(error)) is not None:
+        elif (ended := failure_in_actor(error)) is not None:
             lost = TransportError(f"{self._peer} ended its link: {ended[0]}")
         else:
             return lost_call(self._peer, error)
         lost.__cause__ = error
         return lost
 
-    def _full(self, update: Update, error: BaseException) -> Answers:
+    def _no_room_answer(self, update: Update, error: BaseException) -> Answers:
         """Ray's object store took no weights, or the actor's queue no call: the worker has heard of nothing."""
         reason = plain(str(error))
         if not isinstance(error, _TooManyCalls):
@@ -183,13 +183,13 @@ class _RayCallClient:
         return answered(refusal(update, reason, evidence=Evidence.NONE))
 
 
-def _exceptions() -> Any:
+def _ray_exceptions() -> Any:
     return require_ray("RayWeightSyncScheme").exceptions
 
 
-def _not_accepted(peer: str, error: Exception) -> TransportError:
+def _not_accepted_error(peer: str, error: Exception) -> TransportError:
     """The error of a call that Ray did not take."""
-    full = isinstance(error, _exceptions().PendingCallsLimitExceeded)
+    full = isinstance(error, _ray_exceptions().PendingCallsLimitExceeded)
     return (_TooManyCalls if full else TransportError)(f"Ray accepted no call for {peer}: {plain(str(error))}")
 
 
@@ -207,7 +207,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._call = call
         self._model_id = model_id
         self._link = new_name()
-        self._seal = seal_of(key, Identity(WAY, model_id, actor, self._link), peer)
+        self._seal = seal_of(key, Identity(TRANSPORT_NAME, model_id, actor, self._link), peer)
         self._shared = SharedPayloads()
         self._handshake: Answers | None = None
         #: Why the handshake waits to be called; None: it does not.
@@ -231,7 +231,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
                 message, carried = self._carried(message, payload)
             except ray.exceptions.RayError as error:
                 self._unsent_layout = message.layout
-                return self._full(message, error)
+                return self._no_room_answer(message, error)
         lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried
         call = _Call(
@@ -246,7 +246,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             answers = self._begin_call(call)
         except _TooManyCalls as error:
             if not isinstance(message, Hello):
-                return self._not_taken(message, error)
+                return self._answer_untaken(message, error)
             self._held = error
             answers = self._begin_call_later(call, error)
         if isinstance(message, Hello):
@@ -255,11 +255,11 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         del self._lost[: len(lost)]
         return answers
 
-    def _not_taken(self, message: Message, error: _TooManyCalls) -> Answers:
+    def _answer_untaken(self, message: Message, error: _TooManyCalls) -> Answers:
         if not isinstance(message, Update):
             raise error
         self._unsent_layout = message.layout
-        answers = self._full(message, error)
+        answers = self._no_room_answer(message, error)
         self._shared.heard(answers.result())
         return answers
 
@@ -284,11 +284,11 @@ class ActorCallClient(_RayCallClient, SharesMemory):
 
     def _models_of(self, over: Future[Any]) -> Sequence[str]:
         error = over.exception()
-        if error is None or isinstance(error, _exceptions().RayTaskError):
+        if error is None or isinstance(error, _ray_exceptions().RayTaskError):
             models: Sequence[str] = over.result() if error is None else ()
             return models
         lost = lost_call(self._peer, error)
-        raise _Restarting(None, lost) if isinstance(error, _exceptions().ActorUnavailableError) else lost
+        raise _Restarting(None, lost) if isinstance(error, _ray_exceptions().ActorUnavailableError) else lost
 
     def _first_call(self, arguments: tuple[Any, ...], lost: tuple[int, ...]) -> Any:
         if self._held is not None:
@@ -329,7 +329,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
     def _answers_of(self, message: Message, number: int, met: bool, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
-            frames = self._shared.without_mark(over.result())
+            frames = self._shared.strip_mark(over.result())
             mark = frames[0][: len(EARLY)] if isinstance(frames, list) and frames else b""
             if mark in _NOT_ANSWERED:
                 # Once the actor has answered the handshake, only a restart can make it forget the link. A failed
@@ -340,8 +340,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
             return messages
-        if not isinstance(error, _exceptions().ObjectLostError) or not isinstance(message, Update):
-            raise self._restarting(message, error) or self._gone(error)
+        if not isinstance(error, _ray_exceptions().ObjectLostError) or not isinstance(message, Update):
+            raise self._restarting_error(message, error) or self._loss_error(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
         self._lost.append(number)
         self._unsent_layout = self._unsent_layout or message.layout
@@ -350,13 +350,13 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         reason = f"the weights were lost from Ray's object store before the worker read them: {plain(str(error))}"
         return [refusal(message, reason, evidence=Evidence.NONE)]
 
-    def _restarting(self, message: Message, error: BaseException) -> _Restarting | None:
-        if not isinstance(error, _exceptions().ActorUnavailableError):
+    def _restarting_error(self, message: Message, error: BaseException) -> _Restarting | None:
+        if not isinstance(error, _ray_exceptions().ActorUnavailableError):
             return None
         if isinstance(message, Hello):
-            return None if self._closed else _Restarting(None, self._gone(error))
+            return None if self._closed else _Restarting(None, self._loss_error(error))
         handshake = self._handshake
-        return None if handshake is None or handshake.done() else _Restarting(handshake, self._gone(error))
+        return None if handshake is None or handshake.done() else _Restarting(handshake, self._loss_error(error))
 
 
 class PlainActorCallClient(_RayCallClient):
@@ -382,7 +382,7 @@ class PlainActorCallClient(_RayCallClient):
             try:
                 ref = self._put(update, payload)
             except ray.exceptions.RayError as error:
-                return self._full(update, error)
+                return self._no_room_answer(update, error)
             return self._in_turn.begin(lambda: self._deliver(update, ref))
 
         return start_call(message, self._peer, call)
@@ -397,17 +397,17 @@ class PlainActorCallClient(_RayCallClient):
         try:
             return self._begin_call(_Call(lambda: self._call(ref), lambda over: self._answers_of(update, over)))
         except _TooManyCalls as error:
-            return self._full(update, error)
+            return self._no_room_answer(update, error)
 
     def _answers_of(self, update: Update, over: Future[Any]) -> Sequence[Message]:
         error = over.exception()
         if error is None:
             return [ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
-        ended = end_in_actor(error)
+        ended = failure_in_actor(error)
         if ended is None:
-            raise self._gone(error)
-        if isinstance(error, _exceptions().ObjectLostError) and self._cached is not None:
+            raise self._loss_error(error)
+        if isinstance(error, _ray_exceptions().ObjectLostError) and self._cached is not None:
             self._cached.forget(update.version)
         return [refusal(update, *ended)]
 
@@ -423,7 +423,7 @@ def lost_call(peer: str, error: BaseException) -> TransportError:
     return found
 
 
-class CalledThrough:
+class ActorFunctionCaller:
     """Calls functions in an actor whose class is not ours, in Ray's own way."""
 
     def __init__(self, actor: Any) -> None:

@@ -53,7 +53,7 @@ def _in_brackets(facts: re.Match[str]) -> str:
     return f" ({', '.join(line.strip() for line in facts[1].strip().splitlines())}). "
 
 
-def end_in_actor(error: BaseException) -> tuple[str, str] | None:
+def failure_in_actor(error: BaseException) -> tuple[str, str] | None:
     """The reason and the traceback of a call that the actor has run to its end; None: it did not, as far as is known.
 
     Its method has raised; or what it raised or returned cannot be unpickled in this process.
@@ -79,7 +79,7 @@ class Session:
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._key = _current(require_ray("RayWeightSyncScheme"))
+        self._key = _session_key(require_ray("RayWeightSyncScheme"))
 
     def require(self) -> Any:
         """The module `ray`, connected to that session.
@@ -88,7 +88,7 @@ class Session:
             TransportError: Ray is not connected to it, or no longer. Any other call would make Ray start a new cluster.
         """
         ray = require_ray("RayWeightSyncScheme")
-        key = _current(ray)
+        key = _session_key(ray)
         if key is None:
             raise TransportError(
                 f"Ray is not running in this process: {self._peer} cannot be reached. Call ray.init()."
@@ -103,7 +103,7 @@ class Session:
         return ray
 
 
-def _current(ray: Any) -> tuple[str, str] | None:
+def _session_key(ray: Any) -> tuple[str, str] | None:
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -116,7 +116,7 @@ class ActorWatch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[Future[Any], str] = {}
-        self._soon: list[Callable[[], None]] = []
+        self._pending_actions: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         forget_after_fork(self)
 
@@ -154,14 +154,14 @@ class ActorWatch:
             self._lock,
             contextlib.suppress(TransportError),
         ):  # without a thread it is called once another call is watched
-            self._soon.append(act)
+            self._pending_actions.append(act)
             self._require_thread()
 
     def _run(self) -> None:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
         while True:
             with self._lock:
-                soon, self._soon = self._soon, []
+                soon, self._pending_actions = self._pending_actions, []
                 if not self._calls and not soon:
                     self._thread = None
                     return
@@ -183,7 +183,7 @@ class ActorWatch:
     def forget(self) -> None:
         """In a forked child: drop the calls, which are the parent's."""
         self._lock = threading.Lock()
-        self._calls, self._soon = {}, []
+        self._calls, self._pending_actions = {}, []
         self._thread = None
 
 
@@ -201,7 +201,7 @@ def settle(call: Future[Any], result: Any = None, error: Exception | None = None
 _KEPT_AT_EXIT: list[Any] = []
 
 
-def put_away(holder: Any) -> None:
+def keep_if_ray_ended(holder: Any) -> None:
     """Drop an object that holds references, unless Ray is shutting down: then Ray would end the process."""
     if not require_ray("RayWeightSyncScheme").is_initialized():
         _KEPT_AT_EXIT.append(holder)

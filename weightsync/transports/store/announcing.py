@@ -35,7 +35,7 @@ _UNTAKEN: Final = (
 )
 
 
-class Where(NamedTuple):
+class WorkerLocation(NamedTuple):
     """Identifies a worker at a store."""
 
     host: str
@@ -54,10 +54,10 @@ def announced_key(base: str, number: int) -> str:
     return f"{base}/announced/{number}"
 
 
-def where_of(endpoint: StoreEndpoint, model_id: str) -> Where:
+def worker_location(endpoint: StoreEndpoint, model_id: str) -> WorkerLocation:
     """Identifies the worker at an endpoint."""
     store = base_of(endpoint.store)
-    return Where(store.host, store.port, base_key(model_id, endpoint.rank))
+    return WorkerLocation(store.host, store.port, base_key(model_id, endpoint.rank))
 
 
 class _OngoingAnnouncements(PerProcess):
@@ -68,16 +68,16 @@ class _OngoingAnnouncements(PerProcess):
 
     def _begin(self) -> None:
         #: Each event is set once its link is announced, or never will be.
-        self._pending: dict[Where, list[threading.Event]] = {}
+        self._pending: dict[WorkerLocation, list[threading.Event]] = {}
 
-    def begin(self, where: Where) -> threading.Event:
+    def begin(self, where: WorkerLocation) -> threading.Event:
         """Add a link: see `end`."""
         settled = threading.Event()
         with self._lock:
             self._pending.setdefault(where, []).append(settled)
         return settled
 
-    def end(self, where: Where, settled: threading.Event) -> None:
+    def end(self, where: WorkerLocation, settled: threading.Event) -> None:
         """Note that a link is announced, or never will be. May be called again."""
         settled.set()
         with self._lock:
@@ -87,7 +87,7 @@ class _OngoingAnnouncements(PerProcess):
             if not pending:
                 self._pending.pop(where, None)
 
-    def wait(self, where: Where) -> None:
+    def wait(self, where: WorkerLocation) -> None:
         """Return once all links are announced that were begun before, or after a while."""
         with self._lock:
             begun = tuple(self._pending.get(where, ()))
@@ -107,8 +107,8 @@ class _Announcement:
         self._rank, self._model_id = endpoint.rank, model_id
         key = endpoint.key
         self._announced = self.name if key is None else f"{self.name} {announcement(key, self.identity)}"
-        self._where = where_of(endpoint, model_id)
-        self._reads_models = Models.are_read_in(endpoint.store)
+        self._where = worker_location(endpoint, model_id)
+        self._reads_models = Models.are_readable_in(endpoint.store)
         self._settled = _under_way.begin(self._where)
 
     def settle(self) -> None:
@@ -131,7 +131,7 @@ class _Announcement:
     def withdraw(self, client: Client) -> None:
         """Claim the link, so that no worker can accept it."""
         self.settle()
-        if client.claim(_taken_key(self.name), _WITHDRAWN, _names_a_taker) == _WITHDRAWN:
+        if client.claim(_taken_key(self.name), _WITHDRAWN, _is_taker_value) == _WITHDRAWN:
             Models(self._rank, SENDERS).remove(client, self._model_id)
 
     def wait_for_others(self) -> None:
@@ -219,7 +219,7 @@ class Announced:
         name, _, proof = written.partition(" ")
         return cls(name, proof) if _NAME.fullmatch(name) else None
 
-    def why_refused(self, endpoint: StoreEndpoint, model_id: str) -> Reason | None:
+    def refusal_reason(self, endpoint: StoreEndpoint, model_id: str) -> Reason | None:
         """Why the sender is refused; None if it is not."""
         if endpoint.key is None:
             return Reason.WORKER_HAS_NONE if self.proof else None
@@ -242,7 +242,7 @@ def _identity(endpoint: StoreEndpoint, model_id: str, name: str) -> Identity:
 def claim_link(client: Client, name: str) -> bool:
     """Claim an announced link. Returns whether it is ours now: each is accepted once."""
     mine = f"{heartbeat.process_name()} {uuid.uuid4().hex}"
-    return client.claim(_taken_key(name), mine, _names_a_taker) == mine
+    return client.claim(_taken_key(name), mine, _is_taker_value) == mine
 
 
 def _taken_key(name: str) -> str:
@@ -250,7 +250,7 @@ def _taken_key(name: str) -> str:
     return f"weightsync/link/{name}/taken"
 
 
-def _names_a_taker(value: str) -> bool:
+def _is_taker_value(value: str) -> bool:
     return value == _WITHDRAWN or _TAKER.fullmatch(value) is not None
 
 
@@ -258,8 +258,8 @@ def _names_a_taker(value: str) -> bool:
 SENDERS: Final = "senders"
 RECEIVERS: Final = "receivers"
 #: The most models that are read, and the longest name: any client of the store may write here.
-_MOST: Final = 32
-_LONGEST: Final = 200
+_MAX_MODELS: Final = 32
+_MAX_NAME_LENGTH: Final = 200
 
 
 class Models:
@@ -269,7 +269,7 @@ class Models:
         self._key = f"weightsync/rank/{rank}/{whose}"
 
     @staticmethod
-    def are_read_in(store: Store) -> bool:
+    def are_readable_in(store: Store) -> bool:
         """Whether the connection of a heartbeat finds the lists that are written through that store.
 
         It has no prefix, and would find those of another group.
@@ -278,14 +278,14 @@ class Models:
 
     def add(self, client: Client, model_id: str) -> None:
         """Add a model, unless it is there. Raises TransportError: the store is gone."""
-        for number in range(_MOST):
-            if client.claim(f"{self._key}/{number}", model_id) == _as_read(model_id):
+        for number in range(_MAX_MODELS):
+            if client.claim(f"{self._key}/{number}", model_id) == _as_claimed(model_id):
                 return
 
     def remove(self, client: Client, model_id: str) -> None:
         """Remove a model, if it is there. Raises TransportError: the store is gone."""
-        for number, found in enumerate(self._found(client)):
-            if found == _as_read(model_id):
+        for number, found in enumerate(self._read_names(client)):
+            if found == _as_claimed(model_id):
                 client.set(f"{self._key}/{number}", b"")
 
     def without(self, client: Client, model_id: str) -> str:
@@ -293,20 +293,20 @@ class Models:
 
         Raises TransportError: the store is gone.
         """
-        known = [name for name in self._found(client) if name]
-        if _as_read(model_id) in known or len(known) == _MOST:
+        known = [name for name in self._read_names(client) if name]
+        if _as_claimed(model_id) in known or len(known) == _MAX_MODELS:
             return ""
-        return ", ".join(repr(each[:_LONGEST]) for each in known)
+        return ", ".join(repr(each[:_MAX_NAME_LENGTH]) for each in known)
 
-    def _found(self, client: Client) -> Iterator[str]:
+    def _read_names(self, client: Client) -> Iterator[str]:
         """The names in their places; those that were removed are empty."""
-        for number in range(_MOST):
+        for number in range(_MAX_MODELS):
             value = client.value(f"{self._key}/{number}")
             if value is None:
                 return
             yield value.decode("ascii", "replace")
 
 
-def _as_read(model_id: str) -> str:
+def _as_claimed(model_id: str) -> str:
     """A name as `Client.claim` returns it."""
     return model_id.encode().decode("ascii", "replace")

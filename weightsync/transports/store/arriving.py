@@ -25,7 +25,7 @@ from weightsync.transports.store.fetching import NotFetched, fetch
 from weightsync.transports.store.forwarding import Feed, Forwarder
 from weightsync.transports.store.group import Group, NoGroup
 from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage, Side
-from weightsync.transports.store.routes import Ask, Listen, ParentAddress, Routed, Supply, route_in
+from weightsync.transports.store.routes import Ask, Listen, ParentAddress, Routed, Supply, decode_route
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client
 from weightsync.transports.store.stream import Stream, decoded
@@ -77,7 +77,7 @@ class Arrivals:
             return self._part(message, inline, opened, stream)
         if isinstance(message, Update):
             if message.payload_id:
-                return self._assembled(message)
+                return self._assemble(message)
             self._assembly = None  # its packing has failed
         if nbytes <= INLINE_NBYTES:
             return Received(message, inline)
@@ -121,7 +121,7 @@ class Arrivals:
         except NoRoom as error:
             return _Assembly(part.payload_id, None, str(error))
 
-    def _assembled(self, update: Update) -> Received:
+    def _assemble(self, update: Update) -> Received:
         """An update whose payload came in parts."""
         assembly, self._assembly = self._assembly, None
         if assembly is None or assembly.payload_id != update.payload_id:
@@ -153,7 +153,7 @@ class TrainerArrivals(Arrivals):
 
     def take(self, opened: Opened, stream: Stream, client: Client) -> Iterable[Received]:
         """The message in this text, if there is one."""
-        match route_in(opened.text):
+        match decode_route(opened.text):
             case None:
                 received = self._received(opened, stream, client)
                 self._branch.answered(received.message)
@@ -192,7 +192,7 @@ class Owner(Protocol):
 
 
 @dataclass(slots=True)
-class _Awaited:
+class _AwaitedUpdate:
     """An update whose payload comes from a parent, or from the trainer instead."""
 
     update: Update
@@ -215,35 +215,35 @@ class WorkerArrivals(Arrivals):
         self._forwarder: Forwarder | None = None
         self._over = False
         #: The messages in order. All are whole, except perhaps the first and those whose payloads come from a parent.
-        self._queue: deque[Received | _Awaited] = deque()
+        self._queue: deque[Received | _AwaitedUpdate] = deque()
 
     def take(self, opened: Opened, stream: Stream, client: Client) -> Iterator[Received]:
         """The messages that are whole now. Between two of them a payload may be fetched."""
-        match route_in(opened.text):
+        match decode_route(opened.text):
             case None:
                 self._queue.append(self._received(opened, stream, client))
             case Listen():
-                self._listen()
+                self._start_forwarder()
             case Routed() as route:
-                self._queue.append(self._routed(route, opened, stream))
+                self._queue.append(self._receive_routed(route, opened, stream))
             case Supply() as supply:
-                self._queue[0] = self._supplied(supply, opened, stream)
+                self._queue[0] = self._receive_supplied(supply, opened, stream)
             case _:
                 raise malformed("The trainer sent what only a worker sends", opened.text)
-        return self._whole()
+        return self._take_whole()
 
-    def _whole(self) -> Iterator[Received]:
+    def _take_whole(self) -> Iterator[Received]:
         while self._queue:
             first = self._queue[0]
-            if isinstance(first, _Awaited):
-                fetched = self._fetched(first) if first.buffer is None else None
+            if isinstance(first, _AwaitedUpdate):
+                fetched = self._fetch_payload(first) if first.buffer is None else None
                 if fetched is None:
                     return
                 first = fetched
             self._queue.popleft()
             yield first
 
-    def _listen(self) -> None:
+    def _start_forwarder(self) -> None:
         if self._forwarder is not None:
             return
         try:
@@ -255,13 +255,13 @@ class WorkerArrivals(Arrivals):
             forwarder.close()
         self._owner.post(QueuedMessage(ParentAddress(own_host(), forwarder.address).encoded(), None))
 
-    def _routed(self, route: Routed, opened: Opened, stream: Stream) -> Received | _Awaited:
+    def _receive_routed(self, route: Routed, opened: Opened, stream: Stream) -> Received | _AwaitedUpdate:
         if not self._guard.admits:
             raise AuthenticationError("A fan-out was announced by a sender that has not proved its key.")
         message, _, nbytes = decoded(memoryview(route.frame))
         if not isinstance(message, Update) or nbytes <= INLINE_NBYTES:
             raise malformed(f"A payload of {nbytes} bytes has a route", opened.text)
-        awaited = _Awaited(message, route)
+        awaited = _AwaitedUpdate(message, route)
         if route.parent:
             return awaited
         untaken = self._make_room(awaited)
@@ -270,7 +270,7 @@ class WorkerArrivals(Arrivals):
             return untaken
         return self._read(awaited, opened, stream)
 
-    def _make_room(self, awaited: _Awaited) -> Received | None:
+    def _make_room(self, awaited: _AwaitedUpdate) -> Received | None:
         """Find memory, and offer the payload to our children; the message without it if there is no memory."""
         route = awaited.route
         try:
@@ -285,7 +285,7 @@ class WorkerArrivals(Arrivals):
             awaited.feed = Feed(awaited.buffer)
         return None
 
-    def _fetched(self, awaited: _Awaited) -> Received | None:
+    def _fetch_payload(self, awaited: _AwaitedUpdate) -> Received | None:
         """The message with its payload from the parent; None: it failed, and the trainer was asked for the payload."""
         self._owner.deliver()
         untaken = self._make_room(awaited)
@@ -300,14 +300,14 @@ class WorkerArrivals(Arrivals):
             return None
         return Received(awaited.update, awaited.buffer)
 
-    def _supplied(self, supply: Supply, opened: Opened, stream: Stream) -> Received:
+    def _receive_supplied(self, supply: Supply, opened: Opened, stream: Stream) -> Received:
         """The first message with its payload, which follows this text."""
         first = self._queue[0] if self._queue else None
-        if not isinstance(first, _Awaited) or first.buffer is None or first.update.version != supply.version:
+        if not isinstance(first, _AwaitedUpdate) or first.buffer is None or first.update.version != supply.version:
             raise malformed(f"A payload of version {supply.version} came that was not asked for", opened.text)
         return self._read(first, opened, stream)
 
-    def _read(self, awaited: _Awaited, opened: Opened, stream: Stream) -> Received:
+    def _read(self, awaited: _AwaitedUpdate, opened: Opened, stream: Stream) -> Received:
         """Read the payload behind a text, and pass it on while it arrives."""
         buffer, feed = awaited.buffer, awaited.feed
         assert buffer is not None
@@ -330,7 +330,7 @@ class WorkerArrivals(Arrivals):
             self._forwarder.forget()
 
 
-def arrivals_of(owner: Owner, side: Side, guard: Guard, group: Group | NoGroup, branch: Branch | None) -> Arrivals:
+def make_arrivals(owner: Owner, side: Side, guard: Guard, group: Group | NoGroup, branch: Branch | None) -> Arrivals:
     """What reads the texts of one end of a link.
 
     Args:

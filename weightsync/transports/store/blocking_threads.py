@@ -26,9 +26,9 @@ logger = logging.getLogger("weightsync")
 #: Seconds that one thread may take to end as the process ends.
 _PATIENCE: Final = 1.0
 #: How many threads may each take that long before no other is waited for: as many as one link and its heartbeat have.
-_FEW: Final = 4
+_MAX_HUNG: Final = 4
 #: Other finalizers come first: they may still close links.
-_LATE: Final = 0
+_EXIT_PRIORITY: Final = 0
 
 
 class Owner(Protocol):
@@ -54,7 +54,7 @@ class _Running(PerProcess):
             self._threads[thread] = owner
             if self._at_exit is None:
                 # Processes of `multiprocessing` run its finalizers at their end, and no function of `atexit`.
-                self._at_exit = Finalize(None, self.end, exitpriority=_LATE)
+                self._at_exit = Finalize(None, self.end, exitpriority=_EXIT_PRIORITY)
         try:
             thread.start()
         except RuntimeError as error:
@@ -72,18 +72,18 @@ class _Running(PerProcess):
     def end(self) -> None:
         """End all threads before the interpreter ends. Closing an owner may start one more: it is ended too."""
         self._tell_owners("close", lambda owner: owner.close())
-        _join(self._alive())
+        _join(self._owners_by_thread())
         self._tell_owners("cut", lambda owner: owner.cut())
-        _join(self._alive())
+        _join(self._owners_by_thread())
 
     def _tell_owners(self, what: str, tell: Callable[[Owner], None]) -> None:
-        for owner in self._alive().values():
+        for owner in self._owners_by_thread().values():
             try:
                 tell(owner)
             except Exception:
                 logger.exception("a thread could not be ended as the process ends: %s() of %r failed", what, owner)
 
-    def _alive(self) -> dict[threading.Thread, Owner]:
+    def _owners_by_thread(self) -> dict[threading.Thread, Owner]:
         with self._lock:
             return dict(self._threads)
 
@@ -93,7 +93,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
     hang = 0
     for thread in threads:
         if thread.is_alive():
-            thread.join(_PATIENCE if hang < _FEW else 0.0)
+            thread.join(_PATIENCE if hang < _MAX_HUNG else 0.0)
             hang += thread.is_alive()
 
 
@@ -165,22 +165,22 @@ class WriteQueue:
         dropped too, but the messages behind them stay, up to the update that names those parts.
         """
         left = (queued for queued in self._queue if not queued.is_part)
-        leaving = [each.alone() for each in itertools.takewhile(lambda queued: not queued.needs_the_peer, left)]
+        leaving = [each.alone() for each in itertools.takewhile(lambda queued: not queued.needs_peer, left)]
         self.cut_short |= len(leaving) < len(self._queue)
-        self._let_go()
+        self._clear()
         self._queue.extend(leaving)
 
     def drop(self) -> None:
         """Drop everything that is not being written."""
         self.cut_short |= bool(self._queue)
-        self._let_go()
+        self._clear()
 
     def lose(self) -> None:
         """The message that was being written could not be, and later ones would overtake it: drop them too."""
         self.cut_short, self._writing = True, False
-        self._let_go()
+        self._clear()
 
-    def _let_go(self) -> None:
+    def _clear(self) -> None:
         for queued in self._queue:
             queued.done()
         self._queue.clear()

@@ -24,16 +24,16 @@ from weightsync.transports.buffers import Buffer
 from weightsync.transports.exposure import is_loopback
 from weightsync.transports.sealing import sent_digest
 from weightsync.transports.store.mailbox import INLINE_NBYTES, QueuedMessage
-from weightsync.transports.store.routes import TOKEN_NBYTES, Ask, Listen, ParentAddress, Routed, Supply, Why
+from weightsync.transports.store.routes import TOKEN_NBYTES, Ask, FetchFailure, Listen, ParentAddress, Routed, Supply
 from weightsync.transports.store.tree import Node, tree_of
 
 logger = logging.getLogger("weightsync")
 
 _REASONS: Final = {
-    Why.UNREACHABLE: "could not be reached",
-    Why.ENDED: "ended the connection",
-    Why.SILENT: "sent nothing for a while",
-    Why.WRONG: "sent other bytes",
+    FetchFailure.UNREACHABLE: "could not be reached",
+    FetchFailure.ENDED: "ended the connection",
+    FetchFailure.SILENT: "sent nothing for a while",
+    FetchFailure.WRONG: "sent other bytes",
 }
 
 
@@ -80,7 +80,7 @@ class _OwedPayload(NamedTuple):
     parent: Branch
 
 
-class _Gathered(NamedTuple):
+class _GatheredUpdate(NamedTuple):
     """An update of the dispatch in progress."""
 
     branch: Branch
@@ -144,7 +144,7 @@ class Branch:
             message.done()
             return
         head = partial(payload.route_from, address, children)
-        self._post(replace(message, payload=None, head=head, done=_nothing))
+        self._post(replace(message, payload=None, head=head, done=_do_nothing))
 
     @property
     def node(self) -> Node | None:
@@ -163,11 +163,11 @@ class Branch:
         if not isinstance(message, Ack | Refusal | NoBase) or not message.version:
             return
         self._doubted = False
-        for debt in self._settled(message.version):
+        for debt in self._pop_settled(message.version):
             debt.parent._proved = True
             debt.message.done()
 
-    def _settled(self, version: int) -> list[_OwedPayload]:
+    def _pop_settled(self, version: int) -> list[_OwedPayload]:
         with self._lock:
             versions = [each for each in self._owed_payloads if each <= version]
             return [self._owed_payloads.pop(each) for each in versions]
@@ -184,11 +184,11 @@ class Branch:
             if debt is None:
                 raise malformed(f"{self._peer} asks for a payload of version {route.version} that it is not owed", b"")
             self._post(debt.message)
-        self._fanout.fell_back(self._peer, debt.parent._peer, route)
+        self._fanout.log_fallback(self._peer, debt.parent._peer, route)
         self._blame(debt.parent, route.why)
 
-    def _blame(self, parent: Branch, why: Why) -> None:
-        if why is not Why.UNREACHABLE:
+    def _blame(self, parent: Branch, why: FetchFailure) -> None:
+        if why is not FetchFailure.UNREACHABLE:
             parent._doubted = True
         elif parent._proved:
             self._cut_off = True
@@ -199,7 +199,7 @@ class Branch:
         """The link has ended: nothing more is sent over it."""
         with self._lock:
             self._over = True
-        for debt in self._settled(_ALL):
+        for debt in self._pop_settled(_ALL_VERSIONS):
             debt.message.done()
 
     def forget(self) -> None:
@@ -218,7 +218,7 @@ class Fanout(Gathering):
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._gathered: list[_Gathered] | None = None
+        self._gathered: list[_GatheredUpdate] | None = None
         self._warned = False
 
     def begin(self) -> None:
@@ -229,13 +229,13 @@ class Fanout(Gathering):
         """Gather an update; False: it is to be sent at once."""
         if self._gathered is None or update.nbytes <= INLINE_NBYTES:
             return False
-        self._gathered.append(_Gathered(branch, update, buffer, message))
+        self._gathered.append(_GatheredUpdate(branch, update, buffer, message))
         return True
 
     def end(self) -> None:
         """Send what was gathered: a tree for each payload."""
         gathered, self._gathered = self._gathered or [], None
-        alike: dict[tuple[int, int], list[tuple[_Gathered, Node]]] = {}
+        alike: dict[tuple[int, int], list[tuple[_GatheredUpdate, Node]]] = {}
         for each in gathered:
             node = each.branch.node
             if node is None:
@@ -245,7 +245,7 @@ class Fanout(Gathering):
         for group in alike.values():
             self._send([each for each, _ in group], tree_of([node for _, node in group], self._width))
 
-    def _send(self, gathered: Sequence[_Gathered], parents: Sequence[int | None]) -> None:
+    def _send(self, gathered: Sequence[_GatheredUpdate], parents: Sequence[int | None]) -> None:
         first = gathered[0]
         payload = Payload(first.update, first.buffer, first.branch.keyed)
         children = [0] * len(gathered)
@@ -262,7 +262,7 @@ class Fanout(Gathering):
             else:
                 each.branch.send_now(each.message)
 
-    def fell_back(self, worker: str, parent: str, route: Ask) -> None:
+    def log_fallback(self, worker: str, parent: str, route: Ask) -> None:
         """A worker gets a payload from here instead of its parent: log it."""
         logger.debug(
             "version %d: %s did not get the payload from %s, which %s: the trainer sends it",
@@ -277,8 +277,8 @@ class Fanout(Gathering):
             )
 
 
-_ALL: Final = 2**64
+_ALL_VERSIONS: Final = 2**64
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None

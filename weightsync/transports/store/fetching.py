@@ -12,7 +12,7 @@ import xxhash
 
 from weightsync.errors import TransportError
 from weightsync.transports.store.forwarding import LENGTH
-from weightsync.transports.store.routes import Routed, Why
+from weightsync.transports.store.routes import FetchFailure, Routed
 from weightsync.transports.store.stream import connection_to
 
 #: Seconds without a byte after which a parent is given up, and how often the link is checked meanwhile.
@@ -25,7 +25,7 @@ _FLAGS: Final = int(socket.MSG_NOSIGNAL)
 class NotFetched(Exception):
     """The payload did not arrive whole from the parent."""
 
-    def __init__(self, why: Why) -> None:
+    def __init__(self, why: FetchFailure) -> None:
         super().__init__(why.name)
         self.why = why
 
@@ -43,9 +43,9 @@ def fetch(route: Routed, buffer: memoryview, reach: Callable[[int], None], go_on
     try:
         sock = connection_to(route.parent, SILENCE)
     except OSError as error:
-        raise NotFetched(Why.UNREACHABLE) from error
+        raise NotFetched(FetchFailure.UNREACHABLE) from error
     digest = sha256() if len(route.digest) == _SHA256_NBYTES else xxhash.xxh3_128()
-    with sock, _endings():
+    with sock, _errors_as_not_fetched():
         sock.settimeout(SILENCE / _LOOKS)
         sock.sendall(route.token, _FLAGS)
         filled = 0
@@ -56,17 +56,17 @@ def fetch(route: Routed, buffer: memoryview, reach: Callable[[int], None], go_on
             filled += len(piece)
             reach(filled)
     if digest.digest() != route.digest:
-        raise NotFetched(Why.WRONG)
+        raise NotFetched(FetchFailure.WRONG)
 
 
 @contextlib.contextmanager
-def _endings() -> Iterator[None]:
+def _errors_as_not_fetched() -> Iterator[None]:
     try:
         yield
     except TransportError:
         raise
     except OSError as error:
-        raise NotFetched(Why.ENDED) from error
+        raise NotFetched(FetchFailure.ENDED) from error
 
 
 def _next_length(sock: socket.socket, left: int, go_on: Callable[[], None]) -> int:
@@ -75,7 +75,7 @@ def _next_length(sock: socket.socket, left: int, go_on: Callable[[], None]) -> i
     _fill(sock, memoryview(head), go_on)
     (nbytes,) = LENGTH.unpack(head)
     if nbytes > left:
-        raise NotFetched(Why.WRONG)
+        raise NotFetched(FetchFailure.WRONG)
     return int(nbytes)
 
 
@@ -88,8 +88,8 @@ def _fill(sock: socket.socket, room: memoryview, go_on: Callable[[], None]) -> N
             silent += 1
             go_on()
             if silent >= _LOOKS:
-                raise NotFetched(Why.SILENT) from None
+                raise NotFetched(FetchFailure.SILENT) from None
             continue
         if not nbytes:
-            raise NotFetched(Why.ENDED)
+            raise NotFetched(FetchFailure.ENDED)
         filled, silent = filled + nbytes, 0

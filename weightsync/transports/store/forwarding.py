@@ -29,7 +29,7 @@ _BLOCKED: Final = 20
 #: Connections at once, besides those of children: strangers may connect as well.
 _MOST: Final = 64
 #: Payloads that are kept for children which have not connected yet: a link carries two unanswered versions.
-_KEPT: Final = 2
+_MAX_FEEDS: Final = 2
 _WAITING: Final = LENGTH.pack(0)
 _FLAGS: Final = int(socket.MSG_NOSIGNAL)
 
@@ -101,8 +101,8 @@ class Forwarder:
                 feed.end()
             elif children:
                 self._feeds[token] = feed, children
-                self._most = max(self._most, _MOST + _KEPT * children)
-            for old in list(self._feeds)[:-_KEPT]:
+                self._most = max(self._most, _MOST + _MAX_FEEDS * children)
+            for old in list(self._feeds)[:-_MAX_FEEDS]:
                 del self._feeds[old]
             self._lock.notify_all()
         return feed
@@ -187,15 +187,15 @@ class _Child:
         try:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(PATIENCE)
-                feed = self._forwarder.feed(self._token())
+                feed = self._forwarder.feed(self._read_token())
                 if feed is not None:
                     self._socket.settimeout(_PULSE)
                     send_at_once(self._socket)
-                    self._pass_on(feed)
+                    self._send_feed(feed)
         finally:
             self.end()
 
-    def _token(self) -> bytes:
+    def _read_token(self) -> bytes:
         token = b""
         while len(token) < TOKEN_NBYTES:
             more = self._socket.recv(TOKEN_NBYTES - len(token))
@@ -204,7 +204,7 @@ class _Child:
             token += more
         return token
 
-    def _pass_on(self, feed: Feed) -> None:
+    def _send_feed(self, feed: Feed) -> None:
         sent = 0
         while sent < len(feed.buffer):
             piece = feed.beyond(sent, _PULSE)

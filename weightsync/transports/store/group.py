@@ -220,21 +220,21 @@ class Group:
         if self._group is not None:
             return
         rendezvous = RendezvousStore(client, self._prefix, self._over)
-        with _errors_as("could not be made"):
+        with _as_transport_errors("could not be made"):
             if self._over.is_set():
                 rendezvous.give_up()
-                raise _aborted()
+                raise _aborted_error()
             rendezvous.meet(self._rank)
             group = self._make(rendezvous, self._rank)
         try:
-            with self._unless_over():
+            with self._lock_unless_aborted():
                 self._group = group
         except TransportError:  # a thread that aborted meanwhile found no group
             group.abort()
             raise
 
     @contextlib.contextmanager
-    def _unless_over(self) -> Iterator[None]:
+    def _lock_unless_aborted(self) -> Iterator[None]:
         """A block with the lock held. An `abort` meanwhile is done at its end.
 
         Raises TransportError: the group was aborted before.
@@ -242,7 +242,7 @@ class Group:
         try:
             with self._lock:
                 if self._over.is_set():
-                    raise _aborted()
+                    raise _aborted_error()
                 yield
         finally:
             if self._over.is_set():
@@ -251,7 +251,7 @@ class Group:
     def _move(self, buckets: Sequence[torch.Tensor], start: Callable[[torch.Tensor, int], Callable[[], None]]) -> None:
         ends: deque[Callable[[], None]] = deque()
         try:
-            with _errors_as("failed"):
+            with _as_transport_errors("failed"):
                 for number, bucket in enumerate(buckets):
                     if len(ends) == self._in_flight:
                         ends.popleft()()
@@ -268,11 +268,11 @@ class Group:
 
     def _sending(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
         staged = bucket.to(self._device)
-        return self._posted(lambda group: group.send([staged], 1 - self._rank, number))
+        return self._post(lambda group: group.send([staged], 1 - self._rank, number))
 
     def _receiving(self, bucket: torch.Tensor, number: int) -> Callable[[], None]:
         staged = torch.empty_like(bucket, device=self._device)
-        finish = self._posted(lambda group: group.recv([staged], 1 - self._rank, number))
+        finish = self._post(lambda group: group.recv([staged], 1 - self._rank, number))
 
         def received() -> None:
             finish()
@@ -280,8 +280,8 @@ class Group:
 
         return received
 
-    def _posted(self, post: Callable[[Any], Any]) -> Callable[[], None]:
-        with self._unless_over():
+    def _post(self, post: Callable[[Any], Any]) -> Callable[[], None]:
+        with self._lock_unless_aborted():
             work = post(self._group)
 
         def finish() -> None:
@@ -289,12 +289,12 @@ class Group:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             if self._over.is_set():  # an operation of NCCL's that is aborted ends as if it had succeeded
-                raise _aborted()
+                raise _aborted_error()
 
         return finish
 
 
-def _aborted() -> TransportError:
+def _aborted_error() -> TransportError:
     return TransportError("the process group was aborted")
 
 
@@ -303,23 +303,23 @@ def _buckets(payload: memoryview) -> Sequence[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _errors_as(what: str) -> Iterator[None]:
+def _as_transport_errors(what: str) -> Iterator[None]:
     try:
         yield
     except TransportError:
         raise
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"The process group with the peer {what}: {_said_by(error)}") from error
+        raise TransportError(f"The process group with the peer {what}: {_error_summary(error)}") from error
 
 
-def _said_by(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     """An error's first line; for NCCL's errors also the cause, such as that both ranks have the same GPU."""
     first, *others = str(error).splitlines() or [""]
     _, mark, cause = "\n".join(others).partition("Last error:\n")
     return f"{first}: {cause.splitlines()[0]}" if mark and cause else first
 
 
-def group_of(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:
+def make_group(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:
     """The object that carries a link's payloads.
 
     Raises ConfigurationError: this torch, or this machine, does not have the backend.
@@ -327,7 +327,7 @@ def group_of(endpoint: StoreEndpoint, rank: int, key: str) -> Group | NoGroup:
     require_backend(endpoint.backend)
     if endpoint.backend == "gloo":
         return NoGroup()
-    return Group(rank, key, _nccl, torch.device("cuda", endpoint.gpu), endpoint.in_flight)
+    return Group(rank, key, _make_nccl_group, torch.device("cuda", endpoint.gpu), endpoint.in_flight)
 
 
 def require_backend(name: str) -> None:
@@ -340,5 +340,5 @@ def require_backend(name: str) -> None:
         )
 
 
-def _nccl(store: Store, rank: int) -> Any:
+def _make_nccl_group(store: Store, rank: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())

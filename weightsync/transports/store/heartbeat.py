@@ -85,10 +85,10 @@ class Heartbeat:
         self._members: dict[int, _Member] = {}
         self._last = 0
         self._over = threading.Event()
-        self._dialled = threading.Event()
+        self._dial_ended = threading.Event()
         self._ended = threading.Event()
         #: Released with each beat.
-        self._shown = threading.Semaphore(0)
+        self._beat_written = threading.Semaphore(0)
         self._beats = 0
         self._client: Client | None = None
 
@@ -116,7 +116,7 @@ class Heartbeat:
 
     def await_connection(self) -> None:
         """Return once it can beat, or never will."""
-        self._dialled.wait(_DIAL_SECONDS)
+        self._dial_ended.wait(_DIAL_SECONDS)
 
     def drop(self, token: int) -> bool:
         """Remove that member; whether it was the last."""
@@ -127,7 +127,7 @@ class Heartbeat:
     def close(self) -> None:
         """Stop beating."""
         self._over.set()
-        self._shown.release()
+        self._beat_written.release()
 
     def cut(self) -> None:
         """End the beating thread now."""
@@ -137,17 +137,17 @@ class Heartbeat:
     def _beat(self) -> None:
         try:
             client = self._client = Client(self._store)
-            self._dialled.set()
+            self._dial_ended.set()
             while not self._over.is_set():
                 self._run_round(client)
                 self._over.wait(PERIOD)
             client.delete(f"weightsync/heartbeat/{process_name()}")
         except TransportError as error:
-            self._lost(str(error))
+            self._report_store_lost(str(error))
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
-            self._lost(f"its heartbeat failed: {error!r}")
+            self._report_store_lost(f"its heartbeat failed: {error!r}")
         finally:
-            self._dialled.set()
+            self._dial_ended.set()
             self._ended.set()
             if self._client is not None:
                 self._client.close()
@@ -156,20 +156,20 @@ class Heartbeat:
         """One round. It asks the store once or more for each member, and so may take long: beats do not wait for it."""
         with self._lock:
             members = list(self._members.items())
-        next_beat = self._show_life(client)
+        next_beat = self._write_beat(client)
         for token, member in members:
             member.callbacks.beat(client, partial(self.follow, token))
             if member.process:
                 self._watch(member, client)
             if next_beat.passed:
-                next_beat = self._show_life(client)
+                next_beat = self._write_beat(client)
 
-    def _show_life(self, client: Client) -> Deadline:
+    def _write_beat(self, client: Client) -> Deadline:
         """Beat; returns when the next beat is due."""
         self._beats += 1
         # Not a counter in the store: a value written there by another program would end our connection.
         client.set(f"weightsync/heartbeat/{process_name()}", str(self._beats).encode())
-        self._shown.release()
+        self._beat_written.release()
         return Deadline(PERIOD)
 
     def _watch(self, member: _Member, client: Client) -> None:
@@ -181,15 +181,17 @@ class Heartbeat:
 
     def _watch_own_beats(self) -> None:
         """Report the store lost if this process's own beats stop: then a request to it is not answered."""
-        if not self._dialled.wait(_DIAL_SECONDS):
-            self._lost(f"the store has not answered for {_DIAL_SECONDS:.0f} s")
+        if not self._dial_ended.wait(_DIAL_SECONDS):
+            self._report_store_lost(f"the store has not answered for {_DIAL_SECONDS:.0f} s")
         while not self._over.is_set():
-            if not self._shown.acquire(timeout=_SILENCE_SECONDS) and not self._shown.acquire(timeout=_SILENCE_SECONDS):
-                self._lost(f"the store has been silent for {2 * _SILENCE_SECONDS:.0f} s")
+            if not self._beat_written.acquire(timeout=_SILENCE_SECONDS) and not self._beat_written.acquire(
+                timeout=_SILENCE_SECONDS
+            ):
+                self._report_store_lost(f"the store has been silent for {2 * _SILENCE_SECONDS:.0f} s")
         if not self._ended.wait(_SILENCE_SECONDS) and self._client is not None:
             self._client.cut()
 
-    def _lost(self, reason: str) -> None:
+    def _report_store_lost(self, reason: str) -> None:
         if self._over.is_set():
             return
         self._over.set()

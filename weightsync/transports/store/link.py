@@ -53,7 +53,7 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
         self._carries_payloads = fanout is None and endpoint.backend == "gloo"
         #: Why the peer's handshake was refused; empty if it was not.
         self._refused = ""
-        self._when_refused: Callable[[str], None] = _nobody_asks
+        self._when_refused: Callable[[str], None] = _ignore_reason
         try:
             self._threads = LinkThreads(endpoint, name, side, guard, self._waker, fanout=fanout)
         except BaseException:
@@ -197,5 +197,5 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
 _NONE_SENT: Final = (b"", 0)
 
 
-def _nobody_asks(_: str) -> None:
+def _ignore_reason(_: str) -> None:
     return None

@@ -14,10 +14,10 @@ from weightsync.protocol.messages import Bye
 from weightsync.transports.base import Received, Waker
 from weightsync.transports.process import own_network
 from weightsync.transports.store import heartbeat
-from weightsync.transports.store.arriving import arrivals_of
+from weightsync.transports.store.arriving import make_arrivals
 from weightsync.transports.store.blocking_threads import WriteQueue, notify_later, start_threads, unforeseen
 from weightsync.transports.store.fanout import Branch, Fanout
-from weightsync.transports.store.group import group_of
+from weightsync.transports.store.group import make_group
 from weightsync.transports.store.mailbox import NO_ANSWER, Ended, Inbox, Outbox, PeerClosed, QueuedMessage, Side
 from weightsync.transports.store.seals import Guard, Opened
 from weightsync.transports.store.store import Client, StoreEndpoint, keep_in_child
@@ -73,11 +73,11 @@ class LinkThreads:
         #: Set once the worker listens, and once there is a connection; both also when there never will be.
         self._listening, self._connected = threading.Event(), threading.Event()
         self._read_all, self._cut = threading.Event(), threading.Event()
-        self._group = group_of(endpoint, side.rank, self._key)
+        self._group = make_group(endpoint, side.rank, self._key)
         #: The link's part in a fan-out, at the trainer's end; None: it has none.
         self.branch = None if fanout is None else Branch(fanout, self.post, side.peer, guard.keyed)
-        self._arrivals = arrivals_of(self, side, guard, self._group, self.branch)
-        self._remark, callbacks = heartbeat.Remark(), heartbeat.Callbacks(self._lose, self._lose_store, self._look)
+        self._arrivals = make_arrivals(self, side, guard, self._group, self.branch)
+        self._remark, callbacks = heartbeat.Remark(), heartbeat.Callbacks(self._lose, self._lose_store, self._on_beat)
         with self._condition:  # a loss of the store, which a callback reports at any time from here on, waits for it
             self._heartbeat_member = heartbeat.join(endpoint.store, callbacks)
         try:
@@ -202,14 +202,14 @@ class LinkThreads:
         try:
             self._introduce(client, outbox)
             self._introduced = True
-            while (queued := self._next(client)) is not None:
+            while (queued := self._next_message(client)) is not None:
                 self._write_message(queued, client)
                 with self._condition:
                     awaited = self._outgoing.written()
                     self._condition.notify_all()
                 if awaited:
                     self._waker.fire()
-                self._hint(queued, client)
+                self._write_hint(queued, client)
                 del queued  # it keeps its payload, and all that the payload's sender has
         except TransportError as error:
             self._fail(error)
@@ -218,7 +218,7 @@ class LinkThreads:
                 self._outgoing.lose()
             self._fail(unforeseen(error))
         finally:
-            self._finish(client, outbox)
+            self._finish_writing(client, outbox)
 
     def _introduce(self, client: Client, outbox: Outbox) -> None:
         """Write our name to the store, and the worker its address."""
@@ -233,7 +233,7 @@ class LinkThreads:
         outbox.put(self._guard.seal(name.encode()))
         self._side.introduced(client)
 
-    def _next(self, client: Client) -> QueuedMessage | None:
+    def _next_message(self, client: Client) -> QueuedMessage | None:
         """The next message to write, or None."""
         while True:
             with self._condition:
@@ -259,7 +259,7 @@ class LinkThreads:
         finally:
             queued.done()
 
-    def _hint(self, queued: QueuedMessage, client: Client) -> None:
+    def _write_hint(self, queued: QueuedMessage, client: Client) -> None:
         """Write TorchRL's key. The message is written already: a store that does not answer holds up no ack."""
         try:
             queued.write_hint(client)
@@ -286,7 +286,7 @@ class LinkThreads:
                 self._outgoing.lose()
             self._group.notify_aborted(client)
 
-    def _finish(self, client: Client, outbox: Outbox) -> None:
+    def _finish_writing(self, client: Client, outbox: Outbox) -> None:
         """Tell the peer that nothing more will be sent, and end the reading thread."""
         try:
             if self._closed and self._failed is None:
@@ -347,17 +347,17 @@ class LinkThreads:
         except (PeerClosed, EndOfStream, Ended):
             if client is not None and not self._closed:
                 self._before_end(client)
-            self._fail(TransportError(self._side.why_ended(self._ending)))
+            self._fail(TransportError(self._side.end_reason(self._ending)))
         except (TransportError, ProtocolError) as error:
             # Once the link is closed, earlier messages are still written.
             if not self._closed:
-                self._fail(TransportError(self._side.why_ended(self._ending)) if self._ending else error)
+                self._fail(TransportError(self._side.end_reason(self._ending)) if self._ending else error)
         except Exception as error:  # noqa: BLE001 - a thread that ends must say so
             self._fail(unforeseen(error))
         finally:
-            self._leave(client)
+            self._finish_reading(client)
 
-    def _leave(self, client: Client | None) -> None:
+    def _finish_reading(self, client: Client | None) -> None:
         with self._condition:
             self._reader = None
         if self._inbox is not None:
@@ -463,7 +463,7 @@ class LinkThreads:
         """Called by the heartbeat: the peer or the store is silent."""
         self._fail(TransportError(f"{self._side.peer} is lost: {reason}."))
 
-    def _look(self, client: Client, follow: heartbeat.Follow) -> None:
+    def _on_beat(self, client: Client, follow: heartbeat.Follow) -> None:
         """Called by the heartbeat with each beat."""
         if self.owner() is None:
             self.close()

@@ -24,12 +24,12 @@ from weightsync.transports.store.announcing import (
     SENDERS,
     Announced,
     Models,
-    Where,
+    WorkerLocation,
     announced_key,
     claim_link,
     decline,
-    where_of,
     worker_link,
+    worker_location,
 )
 from weightsync.transports.store.blocking_threads import start_threads, unforeseen
 from weightsync.transports.store.link import StoreLink
@@ -37,7 +37,7 @@ from weightsync.transports.store.store import Client, PrefixStore, Store, StoreE
 
 logger = logging.getLogger("weightsync")
 
-_NOBODY = "nobody"
+_WAKE_UP = "nobody"
 #: How often the end of a link checks for an earlier announcement that was not processed yet, and the seconds between.
 _LOOKS: Final = 200
 _LOOK_SECONDS: Final = 0.01
@@ -59,7 +59,7 @@ class _Listeners(PerProcess):
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
 
-    def at(self, where: Where) -> list[_Listener]:
+    def at(self, where: WorkerLocation) -> list[_Listener]:
         """The listeners for the same worker."""
         return [each for each in self._listeners if each.where == where]
 
@@ -134,7 +134,7 @@ class _Listener:
     ) -> None:
         self._endpoint = endpoint
         self._model_id = model_id
-        self.where = where_of(endpoint, model_id)
+        self.where = worker_location(endpoint, model_id)
         self._accept, self._place, self._leave = accept, place, leave
         self._other = place.other = place.other or _OtherProcess(self.where.key)
         self._over = threading.Event()
@@ -149,7 +149,9 @@ class _Listener:
         self._remark = heartbeat.Remark()
         #: Why its store is lost; empty: it is not.
         self._lost = ""
-        self._heartbeat_member = heartbeat.join(endpoint.store, heartbeat.Callbacks(self._lose, self._lose, self._look))
+        self._heartbeat_member = heartbeat.join(
+            endpoint.store, heartbeat.Callbacks(self._on_store_lost, self._on_store_lost, self._on_beat)
+        )
         forget_after_fork(self)
         _listeners.add(self)  # before an earlier one at the same place ends: a goodbye waits for one of them
         try:
@@ -175,7 +177,7 @@ class _Listener:
             self._other.find(client)
             while not self._over.is_set():
                 announced = client.await_value(self._next_key).decode("ascii", "replace")
-                if not self._over.is_set() and announced != _NOBODY:
+                if not self._over.is_set() and announced != _WAKE_UP:
                     self._process(client, Announced.of(announced))
                 self._next += 1
         except TransportError as error:
@@ -192,7 +194,7 @@ class _Listener:
                     opened.close()
             self.ended = True
 
-    def _look(self, client: Client, _follow: heartbeat.Follow) -> None:
+    def _on_beat(self, client: Client, _follow: heartbeat.Follow) -> None:
         """Called with each heartbeat: log other listeners for this rank, or senders that wait for other models only."""
         if self.owner() is None:
             self.close()
@@ -202,7 +204,7 @@ class _Listener:
                 "give every worker a rank of its own",
                 *(self._model_id, self._endpoint.rank),
             )
-        if self._next or self._over.is_set() or not Models.are_read_in(self._endpoint.store):
+        if self._next or self._over.is_set() or not Models.are_readable_in(self._endpoint.store):
             return
         found = Models(self._endpoint.rank, SENDERS).without(client, self._model_id)
         if self._remark.is_due(found):
@@ -221,15 +223,15 @@ class _Listener:
         if announced is None:
             logger.warning("the store's key %s names no link: it is skipped", self._next_key)
             return
-        refused = announced.why_refused(self._endpoint, self._model_id)
+        refused = announced.refusal_reason(self._endpoint, self._model_id)
         if refused is not None:
             logger.warning("model %r: a sender was turned away: %s.", self._model_id, TURNED_AWAY[refused])
             announced.refuse(client, refused)
         elif claim_link(client, announced.name):
             Models(self._endpoint.rank, SENDERS).remove(client, self._model_id)
-            self._take(client, announced.name)
+            self._accept_link(client, announced.name)
 
-    def _take(self, client: Client, name: str) -> None:
+    def _accept_link(self, client: Client, name: str) -> None:
         self._sender_left = sender_left = threading.Event()
         try:
             link = worker_link(self._endpoint, self._model_id, name, sender_left.set, self._before_end)
@@ -239,11 +241,11 @@ class _Listener:
             self._accept(PlaceholderLink(error))
             return
         self._place.unproven.add(link)
-        link.when_admitted(self._let_in, self._turn_away)
+        link.when_admitted(self._admit, self._reject)
         if not self._place.accepts and link in self._place.unproven:
             link.close()
 
-    def _let_in(self, link: StoreLink) -> None:
+    def _admit(self, link: StoreLink) -> None:
         # Added here before it leaves the other set: until the receiver has it, this listener is behind.
         self._place.admitted.add(link)
         self._place.unproven.discard(link)
@@ -258,12 +260,12 @@ class _Listener:
 
         A stand-in keeps the receiver listening until the sender's end is closed: by then its announcement has arrived.
         """
-        stand_in = PlaceholderLink()
-        if stand_in.waitables() and self._place.accepts:
-            self._accept(stand_in)
-            link.when_over(lambda: stand_in.end(TransportError(f"its handshake was refused: {why}")))
+        placeholder = PlaceholderLink()
+        if placeholder.waitables() and self._place.accepts:
+            self._accept(placeholder)
+            link.when_over(lambda: placeholder.end(TransportError(f"its handshake was refused: {why}")))
 
-    def _turn_away(self, link: StoreLink) -> None:
+    def _reject(self, link: StoreLink) -> None:
         self._place.unproven.discard(link)
         if self._place.accepts:
             logger.warning(
@@ -285,7 +287,7 @@ class _Listener:
         # closed counts as well, while its thread still takes a link.
         return client.present(self._next_key) or bool(self._place.unproven) or bool(self._place.admitted)
 
-    def _lose(self, reason: str) -> None:
+    def _on_store_lost(self, reason: str) -> None:
         self._lost = reason
         self.cut()
 
@@ -314,7 +316,7 @@ class _Listener:
             if self._waking_client is not None:
                 if all(each._over.is_set() for each in _listeners.at(self.where)):  # else we receive there all the same
                     self._other.leave(self._waking_client)  # first: the thread closes the client
-                self._waking_client.claim(self._next_key, _NOBODY)
+                self._waking_client.claim(self._next_key, _WAKE_UP)
         except TransportError:
             self.cut()
 
@@ -420,7 +422,7 @@ _receivers = _Receivers()
 class ListenerHandle:
     """Ends what `listen` began when called. Two listeners at one place for one worker are equal."""
 
-    where: Where
+    where: WorkerLocation
     #: The id of a prefixed store, else 0. A prefix cannot be read, so only the same object is the same place.
     prefixed: int
     listener: _Listener = field(compare=False)

@@ -36,11 +36,11 @@ NO_ANSWER: Final = "the store has not answered this process so far"
 _LOOK_SECONDS: Final = 0.05
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None
 
 
-def _nothing_there(_: Client) -> None:
+def _ignore_client(_: Client) -> None:
     return None
 
 
@@ -58,23 +58,23 @@ class Side:
     reads: str
     peer: str
     #: Called by the writing thread once this end has written its name, and after its last action.
-    introduced: Callable[[Client], None] = _nothing_there
-    leave: Callable[[Client], None] = _nothing_there
+    introduced: Callable[[Client], None] = _ignore_client
+    leave: Callable[[Client], None] = _ignore_client
     #: Called before this end says goodbye, or its connection ends.
-    before_goodbye: Callable[[], None] = _nothing
+    before_goodbye: Callable[[], None] = _do_nothing
     #: Called by the reading thread when the other end has said goodbye.
-    peer_left: Callable[[], None] = _nothing
+    peer_left: Callable[[], None] = _do_nothing
     #: Called by the reading thread before it reports that the other end has said goodbye or has ended.
-    before_end: Callable[[Client], None] = _nothing_there
+    before_end: Callable[[Client], None] = _ignore_client
     #: Called now and then until there is a connection: why there may never be one; empty if there is nothing to say. It
     #: calls what follows a process, if one has taken the link.
     remark: Callable[[Client, Callable[[str], None]], str] = _no_remark
     #: What to look at if nobody has taken the link.
     untaken: str = ""
     #: Called if the store could not be reached: the link was not announced.
-    unconnected: Callable[[], object] = _nothing
+    unconnected: Callable[[], object] = _do_nothing
 
-    def why_ended(self, ending: str) -> str:
+    def end_reason(self, ending: str) -> str:
         """Why nothing more comes from the other end.
 
         Args:
@@ -97,11 +97,11 @@ class QueuedMessage:
     #: TorchRL's key and value for it, which are written to the store.
     hint: tuple[str, str] | None = None
     #: Called once the payload is no longer read.
-    done: Callable[[], None] = _nothing
+    done: Callable[[], None] = _do_nothing
     #: The payload's SHA-256, computed where there is a key.
     digest: Callable[[], bytes] = bytes
     #: Called by the writing thread before the message is written.
-    before: Callable[[], None] = _nothing
+    before: Callable[[], None] = _do_nothing
     #: Makes what precedes the frame: how the payload travels through a fan-out. None: nothing does.
     head: Callable[[], bytes] | None = None
     #: The payload that this is a part of, or whose parts it names; empty: none.
@@ -119,7 +119,7 @@ class QueuedMessage:
     @property
     def is_plain(self) -> bool:
         """Whether it is small, and nothing is done before it is written."""
-        return not self.needs_the_peer and self.before is _nothing
+        return not self.needs_peer and self.before is _do_nothing
 
     @property
     def is_part(self) -> bool:
@@ -127,7 +127,7 @@ class QueuedMessage:
         return bool(self.payload_id) and self.payload is not None
 
     @property
-    def needs_the_peer(self) -> bool:
+    def needs_peer(self) -> bool:
         """Whether its payload follows it, comes in parts or from another worker, and is not part of it."""
         return self.head is not None or bool(self.payload_id) or self.has_payload_behind
 
@@ -204,7 +204,7 @@ class Inbox:
             PeerClosed, Ended: there is none.
             TransportError: the store is gone, or another program has overwritten a message.
         """
-        value = self._await()
+        value = self._await_value()
         if value == _CLOSED:
             raise PeerClosed
         if value == _END.encode():
@@ -220,18 +220,18 @@ class Inbox:
         while client.claim(f"{key}/{number}", _END) != _END:
             number += 1
 
-    def _await(self) -> bytes:
+    def _await_value(self) -> bytes:
         """The value of the next key, once the other end has written it."""
         key = self._key_of(self.number)
         value = self._client.await_value(key)
-        if not _is_ours(value):
+        if not _is_own_value(value):
             logger.warning("the store's key %s holds a value that is not ours: it is skipped", key)
-            value = self._rewritten()
+            value = self._await_rewritten()
         self._read_keys.append(key)
         self.number += 1
         return value
 
-    def _rewritten(self) -> bytes:
+    def _await_rewritten(self) -> bytes:
         """The value of the next key, once the other end has overwritten a value that is not its own."""
         key, behind = self._key_of(self.number), self._key_of(self.number + 1)
         pause = threading.Event()
@@ -239,7 +239,7 @@ class Inbox:
             # Checked in this order, since the keys are written in order.
             later = self._client.value(behind)
             value = self._client.value(key)
-            if value is not None and _is_ours(value):
+            if value is not None and _is_own_value(value):
                 return value
             if later == _END.encode():
                 raise Ended
@@ -256,7 +256,7 @@ class Inbox:
         return f"{self._key}/{number}"
 
 
-def _is_ours(value: bytes) -> bool:
+def _is_own_value(value: bytes) -> bool:
     """Whether a value is one that an `Outbox` or `Inbox.end` writes."""
     words = value[1:]
     ours = value[:1] == _WORDS and (is_envelope(words) or _NAME.fullmatch(words) is not None)

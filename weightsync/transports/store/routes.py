@@ -42,7 +42,7 @@ class RouteKind(enum.IntEnum):
     SUPPLY = 5
 
 
-class Why(enum.IntEnum):
+class FetchFailure(enum.IntEnum):
     """Why a worker did not get a payload from its parent."""
 
     #: No connection could be made.
@@ -103,7 +103,7 @@ class Ask:
     """A worker asks the trainer for a payload that it did not get from its parent."""
 
     version: int
-    why: Why
+    why: FetchFailure
 
     def encoded(self) -> bytes:
         """The text."""
@@ -124,7 +124,7 @@ class Supply:
 Route = Listen | ParentAddress | Routed | Ask | Supply
 
 
-def route_in(text: memoryview) -> Route | None:
+def decode_route(text: memoryview) -> Route | None:
     """What a text says about a fan-out; None: it is a message of the protocol.
 
     Raises ProtocolError: it is malformed.
@@ -132,12 +132,12 @@ def route_in(text: memoryview) -> Route | None:
     if bytes(text[: len(MAGIC)]) != MAGIC:
         return None
     try:
-        return _decoded(RouteKind(text[len(MAGIC)]), text[_HEAD.size :])
+        return _decode_body(RouteKind(text[len(MAGIC)]), text[_HEAD.size :])
     except (struct.error, ValueError, IndexError) as error:
         raise malformed(f"A message about a fan-out is malformed: {error}", text) from None
 
 
-def _decoded(kind: RouteKind, rest: memoryview) -> Route:
+def _decode_body(kind: RouteKind, rest: memoryview) -> Route:
     match kind:
         case RouteKind.LISTEN:
             return Listen()
@@ -145,15 +145,15 @@ def _decoded(kind: RouteKind, rest: memoryview) -> Route:
             start = 1 + rest[0]
             return ParentAddress(bytes(rest[1:start]), _address(rest[start:]))
         case RouteKind.ROUTED:
-            return _routed(rest)
+            return _decode_routed(rest)
         case RouteKind.ASK:
             version, why = _ASK.unpack(rest)
-            return Ask(version, Why(why))
+            return Ask(version, FetchFailure(why))
         case RouteKind.SUPPLY:
             return Supply(*_SUPPLY.unpack(rest))
 
 
-def _routed(rest: memoryview) -> Routed:
+def _decode_routed(rest: memoryview) -> Routed:
     token, children, digested, named = _ROUTED.unpack_from(rest)
     start, end = _ROUTED.size + digested, _ROUTED.size + digested + named
     if digested not in _DIGEST_SIZES or bool(digested) != bool(named):

@@ -105,7 +105,7 @@ class SenderGuard:
         """A worker's message; None if it was the challenge."""
         envelope = self._seal.open(text)
         number, self._read = self._read, self._read + 1
-        _require(envelope, number)
+        _require_number(envelope, number)
         return None if envelope.kind is EnvelopeKind.CHALLENGE else Opened(envelope.content, envelope.digest)
 
 
@@ -137,10 +137,10 @@ class WorkerGuard:
         """A sender's message; None if it only proved the sender."""
         envelope = self._seal.open(text)
         number, self._read = self._read, self._read + 1
-        _require(envelope, number)
+        _require_number(envelope, number)
         return Opened(envelope.content, envelope.digest) if len(envelope.content) else None
 
 
-def _require(envelope: Envelope, number: int) -> None:
+def _require_number(envelope: Envelope, number: int) -> None:
     if envelope.number != number:
         raise AuthenticationError("A message was repeated or is out of order: it was rejected.")

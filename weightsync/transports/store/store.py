@@ -92,12 +92,12 @@ DIAL: Final = timedelta(seconds=15)
 _BACKLOG: Final = 2048
 FOR_EVER: Final = timedelta(days=365)
 #: The socket, our copy of it, and one to look for both.
-_NEEDED: Final = 3
+_CLIENT_DESCRIPTORS: Final = 3
 #: The descriptors that torch's server needs: for its event loop, its own connection, and some to spare. It aborts the
 #: process (SIGABRT) if no descriptor is left for its event loop.
-_SERVER_NEEDS: Final = 16
+_SERVER_DESCRIPTORS: Final = 16
 #: Where torch names the descriptor of a store's connection. To look at all descriptors takes a while if there are many.
-_DESCRIBED: Final = re.compile(r"client=TCPClient\(SocketImpl\(fd=([0-9]+),")
+_DESCRIPTOR_PATTERN: Final = re.compile(r"client=TCPClient\(SocketImpl\(fd=([0-9]+),")
 #: If a key has no value, `compare_set` with this as the expected and the new value returns it.
 _ABSENT: Final = "weightsync: no value"
 
@@ -111,7 +111,7 @@ def keep_in_child(*parents: object) -> None:
     _inherited.append(parents)
 
 
-class _ConnectingInTurn:
+class _ConnectionLocks:
     """Makes connections to a port one at a time, so that a new socket is known to be ours.
 
     Those to other ports go on meanwhile: a store that was stopped may never answer, and torch waits for that.
@@ -131,7 +131,7 @@ class _ConnectingInTurn:
         forget_after_fork(self)
 
 
-_dialling = _ConnectingInTurn()
+_connection_locks = _ConnectionLocks()
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:
 
     Raises OSError, RuntimeError: it cannot be opened there.
     """
-    _require_descriptors(_SERVER_NEEDS)
+    _require_descriptors(_SERVER_DESCRIPTORS)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listener:
         port = listener.getsockname()[1]
@@ -233,29 +233,29 @@ class Client:
         base = base_of(store)
         self._where = f"the store at {base.host}:{base.port}"
         self._store: Store | None = None
-        with _dialling.lock_of(base.port), self._failures_named():
+        with _connection_locks.lock_of(base.port), self._as_transport_errors():
             _require_descriptors()
             before = connected_sockets() if _descriptor(base) is None else {}
             self._store = _new_connection(store, base)
             self._store.set_timeout(FOR_EVER)
             now = connected_sockets(_descriptor(self._store)).items()
             fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
-            self._plug = fresh[0].copy() if len(fresh) == 1 else None
-        if len(fresh) == 1 and self._plug is None:
+            self._socket_copy = fresh[0].copy() if len(fresh) == 1 else None
+        if len(fresh) == 1 and self._socket_copy is None:
             raise TransportError(
                 f"The connection to {self._where} ended while it was being made, or no descriptor is left."
             )
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[Store]:
+    def _checked_store(self) -> Iterator[Store]:
         store = self._store
         if store is None:
             raise TransportError(f"The connection to {self._where} was closed.")
-        with self._failures_named():
+        with self._as_transport_errors():
             yield store
 
     @contextlib.contextmanager
-    def _failures_named(self) -> Iterator[None]:
+    def _as_transport_errors(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, OSError) as error:
@@ -263,17 +263,17 @@ class Client:
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        with self._guarded() as store:
+        with self._checked_store() as store:
             store.set(key, value)  # type: ignore[arg-type] # torch takes bytes
 
     def await_value(self, key: str) -> bytes:
         """The value of a key, once it exists."""
-        with self._guarded() as store:
+        with self._checked_store() as store:
             return store.get(key)
 
     def present(self, key: str) -> bool:
         """Whether a key has a value."""
-        with self._guarded() as store:
+        with self._checked_store() as store:
             return store.check([key])
 
     def value(self, key: str) -> bytes | None:
@@ -285,7 +285,7 @@ class Client:
 
         The store takes this for a write: a client that waits for the key would be woken, and find nothing.
         """
-        with self._guarded() as store:
+        with self._checked_store() as store:
             found = store.compare_set(key, _ABSENT, _ABSENT)
         return None if found == _ABSENT.encode() else found
 
@@ -295,7 +295,7 @@ class Client:
         Args:
             ours: whether weightsync wrote a value. Any other value is overwritten.
         """
-        with self._guarded() as store:
+        with self._checked_store() as store:
             found = store.compare_set(key, "", value)
             while not ours(found.decode("ascii", "replace")):
                 logger.warning("the store's key %s held a value that is not ours: it was overwritten", key)
@@ -304,41 +304,41 @@ class Client:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns its new value. The store ends the connection if the value is not a number."""
-        with self._guarded() as store:
+        with self._checked_store() as store:
             return store.add(key, amount)
 
     def delete(self, key: str) -> None:
         """Delete a key."""
-        with self._guarded() as store:
+        with self._checked_store() as store:
             store.delete_key(key)
 
     @property
     def own_address(self) -> str | None:
         """The address by which this process reaches the store; None: unknown."""
         with contextlib.suppress(OSError):
-            return None if self._plug is None else _unmapped(self._plug.getsockname()[0])
+            return None if self._socket_copy is None else _as_ipv4(self._socket_copy.getsockname()[0])
         return None
 
     def cut(self) -> None:
         """Make every current and later call on this connection fail."""
-        if self._plug is not None:
+        if self._socket_copy is not None:
             with contextlib.suppress(OSError):
-                self._plug.shutdown(socket.SHUT_RDWR)
+                self._socket_copy.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection once the current call has ended."""
         self._store = None
-        if self._plug is not None:
-            self._plug.close()
+        if self._socket_copy is not None:
+            self._socket_copy.close()
 
 
-def _unmapped(address: str) -> str:
+def _as_ipv4(address: str) -> str:
     """An IPv4 address as such: torch's sockets are of IPv6 and write ``::ffff:10.0.0.1``, where nobody can listen."""
     mapped = IPv6Address(address).ipv4_mapped if ":" in address else None
     return address if mapped is None else str(mapped)
 
 
-def _require_descriptors(count: int = _NEEDED) -> None:
+def _require_descriptors(count: int = _CLIENT_DESCRIPTORS) -> None:
     """Check for free descriptors: without any, torch would retry until its time limit.
 
     Raises OSError: fewer than that are left.
@@ -391,7 +391,7 @@ def _identity(fd: int | str) -> str:
 
 def _descriptor(store: Store) -> str | None:
     """The descriptor of a store's connection, which torch names where it describes the store; None: it does not."""
-    described = _DESCRIBED.search(repr(base_of(store)))
+    described = _DESCRIPTOR_PATTERN.search(repr(base_of(store)))
     return None if described is None else described[1]
 
 

@@ -50,7 +50,7 @@ _NO_IPV4: Final = frozenset({socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_AD
 #: On another host, if there are any: an address for documentation.
 _ELSEWHERE: Final = ("203.0.113.1", 9)
 #: A congestion control that neither paces nor measures delays. Every Linux has it, and every process may choose it.
-_PLAIN: Final = b"reno"
+_CONGESTION_CONTROL: Final = b"reno"
 
 
 class EndOfStream(Exception):
@@ -81,7 +81,7 @@ class Stream:
         Args:
             go_on: called while there is no room in the connection; raises TransportError to give up.
         """
-        with _broken():
+        with _as_transport_errors():
             self._send(memoryview(_LENGTH.pack(len(text)) + text), go_on)
             for piece in _pieces(payload):
                 self._write_piece(piece, go_on)
@@ -95,7 +95,7 @@ class Stream:
 
     def finish(self, left: bytes, go_on: Callable[[], None]) -> None:
         """Write the rest of a message: see `begin` and `write`."""
-        with _broken():
+        with _as_transport_errors():
             self._send(memoryview(left), go_on)
 
     def _write_piece(self, piece: memoryview, go_on: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class Stream:
         while len(text) < nbytes:
             more = bytearray(min(nbytes - len(text), _CHUNK_NBYTES))
             if not self._fill(memoryview(more)):
-                raise _ended_amid_a_message()
+                raise _truncated_error()
             text = text + more if text else more
         return text
 
@@ -132,7 +132,7 @@ class Stream:
 
     def _read_piece(self, piece: memoryview) -> None:
         if not self._fill(piece):
-            raise _ended_amid_a_message()
+            raise _truncated_error()
 
     def skip(self, nbytes: int) -> None:
         """Read a payload for which there is no memory, and drop it."""
@@ -144,11 +144,11 @@ class Stream:
     def _fill(self, room: memoryview) -> bool:
         """Fill ``room``; False: the stream has ended before its first byte."""
         filled = 0
-        with _broken():
+        with _as_transport_errors():
             while filled < len(room):
                 nbytes = self._socket.recv_into(room[filled:], 0, _WHOLE)
                 if not nbytes and filled:
-                    raise _ended_amid_a_message()
+                    raise _truncated_error()
                 if not nbytes:
                     return False
                 filled += nbytes
@@ -210,14 +210,14 @@ class Acceptor:
 
         Raises TransportError: no descriptor is left.
         """
-        with _broken():
+        with _as_transport_errors():
             while True:
                 go_on()
-                if not _ready(self._listener, select.POLLIN):
+                if not _is_ready(self._listener, select.POLLIN):
                     continue
                 with contextlib.suppress(BlockingIOError):
                     sock, _ = self._listener.accept()
-                    if _names(sock, name):
+                    if _proves_name(sock, name):
                         return Stream(sock)
                     sock.close()
 
@@ -234,7 +234,7 @@ def send_at_once(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # it has ended, or this kernel does not allow it: it is slower then
         if sock.getsockname()[0] == sock.getpeername()[0]:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _PLAIN)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONGESTION_CONTROL)
 
 
 def dial(address: str, name: str) -> Stream:
@@ -244,7 +244,7 @@ def dial(address: str, name: str) -> Stream:
     except OSError as error:
         raise TransportError(f"The connection to {address} could not be made: {error}.") from error
     stream = Stream(sock)
-    with _broken():
+    with _as_transport_errors():
         sock.sendall(name.encode(), _SEND_FLAGS)
     return stream
 
@@ -268,7 +268,7 @@ def _pieces(payload: memoryview | None) -> Iterator[memoryview]:
     return (payload[start : start + PIECE_NBYTES] for start in range(0, nbytes, PIECE_NBYTES) if payload is not None)
 
 
-def _names(sock: socket.socket, name: str) -> bool:
+def _proves_name(sock: socket.socket, name: str) -> bool:
     """Whether an accepted connection names the link in time, in however many segments."""
     expected, shown, deadline = name.encode(), b"", Deadline(_PROOF_SECONDS)
     with contextlib.suppress(OSError):
@@ -281,14 +281,14 @@ def _names(sock: socket.socket, name: str) -> bool:
     return hmac.compare_digest(shown, expected)
 
 
-def _ready(sock: socket.socket, event: int) -> bool:
+def _is_ready(sock: socket.socket, event: int) -> bool:
     poller = select.poll()
     poller.register(sock, event)
     return bool(poller.poll(_LOOK_MS))
 
 
 @contextlib.contextmanager
-def _broken() -> Iterator[None]:
+def _as_transport_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -297,7 +297,7 @@ def _broken() -> Iterator[None]:
         raise TransportError(f"The connection has ended: {error.strerror or error}.") from error
 
 
-def _ended_amid_a_message() -> TransportError:
+def _truncated_error() -> TransportError:
     return TransportError("The connection has ended in the middle of a message.")
 
 
@@ -314,7 +314,7 @@ def own_address(stays_on_host: bool, towards_store: str | None) -> str:
     # A sender elsewhere cannot connect to a loopback. The host's own name may be one's (127.0.1.1 on Debian).
     if _is_reachable(towards_store):
         return towards_store
-    named = hosts_address()
+    named = host_address()
     return named if _is_reachable(named) else _routed_address() or _LOOPBACK
 
 
@@ -329,7 +329,7 @@ def named_address() -> str:
     Raises TransportError: that interface has no address.
     """
     interface = os.environ.get(_INTERFACE)
-    return _address_at(interface) if interface else hosts_address()
+    return _address_at(interface) if interface else host_address()
 
 
 def _routed_address() -> str | None:
@@ -363,7 +363,7 @@ def _ipv6_address_at(interface: str) -> str | None:
     return None
 
 
-def hosts_address() -> str:
+def host_address() -> str:
     """This host's address for other hosts, IPv4 if it has one; the loopback's if the host's name has no address."""
     name = socket.gethostname()
     try:

@@ -44,25 +44,25 @@ def tree_of(nodes: Sequence[Node], width: int) -> list[int | None]:
     rooms: dict[int | None, int] = {None: width}
     blocks: list[tuple[int | None, list[int]]] = [(None, order)]
     for parent, block in blocks:  # it grows: breadth first
-        for part in _parts(block, width):
+        for part in _split_evenly(block, width):
             parents[part[0]] = parent
             rooms[parent] -= 1
             rooms[part[0]] = width
             blocks.append((part[0], part[1:]))
     for index, node in enumerate(nodes):
         if not node.passes_on:
-            parents[index] = _with_room(nodes, rooms, node)
+            parents[index] = _parent_with_room(nodes, rooms, node)
     return parents
 
 
-def _parts(block: list[int], count: int) -> Iterator[list[int]]:
+def _split_evenly(block: list[int], count: int) -> Iterator[list[int]]:
     """At most ``count`` neighbouring parts of almost the same size, none of them empty."""
     count = min(count, len(block))
     for number in range(count):
         yield block[number * len(block) // count : (number + 1) * len(block) // count]
 
 
-def _with_room(nodes: Sequence[Node], rooms: dict[int | None, int], leaf: Node) -> int | None:
+def _parent_with_room(nodes: Sequence[Node], rooms: dict[int | None, int], leaf: Node) -> int | None:
     """The first parent that has room for a leaf, which takes it; None: the trainer, with or without room."""
     for parent, room in rooms.items():
         if room and (parent is None or leaf.reaches(nodes[parent])):
