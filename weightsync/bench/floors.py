@@ -143,13 +143,13 @@ class FloorWorkers:
 
     def gloo(self) -> None:
         """Send the bytes as one tensor to every worker, all at once, and wait for one element back from each."""
-        self._over_gloo(self.flat)
+        self._exchange_over_gloo(self.flat)
 
     def gloo_ping(self) -> None:
         """The same with a tensor of one element."""
-        self._over_gloo(self._one)
+        self._exchange_over_gloo(self._one)
 
-    def _over_gloo(self, tensor: Tensor) -> None:
+    def _exchange_over_gloo(self, tensor: Tensor) -> None:
         ranks = range(1, self._count + 1)
         works: list[Any] = [distributed.isend(tensor, rank) for rank in ranks]
         for work in works:
@@ -221,11 +221,11 @@ def cuda_floors(situation: Situation) -> Iterator[Contender]:
     other = torch.zeros_like(device)
     pinned = torch.zeros(flat.shape, dtype=flat.dtype, pin_memory=True)
     host = torch.zeros(flat.shape, dtype=flat.dtype, pin_memory=True)
-    yield Local(Floor.D2D, lambda: _copied(other, device), other, device)
-    yield Local(Floor.D2H, lambda: _copied(pinned, device), pinned, device)
-    yield Local(Floor.H2D, lambda: _copied(other, host), other, host)
+    yield Local(Floor.D2D, lambda: _copy_and_synchronize(other, device), other, device)
+    yield Local(Floor.D2H, lambda: _copy_and_synchronize(pinned, device), pinned, device)
+    yield Local(Floor.H2D, lambda: _copy_and_synchronize(other, host), other, host)
 
 
-def _copied(target: Tensor, source: Tensor) -> None:
+def _copy_and_synchronize(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()

@@ -163,31 +163,31 @@ _CALLS_LIMIT = (150, 60)
 
 def targets(results: Results) -> list[Line]:
     """Every target that these results speak about, case by case."""
-    return [line for case in results.cases for line in _lines(case, results.noise_limit)]
+    return [line for case in results.cases for line in _case_lines(case, results.noise_limit)]
 
 
-def _lines(case: Case, noise_limit: float) -> Iterator[Line]:
+def _case_lines(case: Case, noise_limit: float) -> Iterator[Line]:
     for target in TARGETS:
         if (target.payload, target.device) == (case.payload, case.device):
-            yield from _line(case, target, noise_limit)
+            yield from _target_lines(case, target, noise_limit)
     for measured in case.measured:
         if measured.label.kind is not Kind.SCHEME:
             continue
         name, verify = measured.label.name, measured.label.verify
         plain = case.find(name, Kind.SCHEME, "layout")
         if verify == "digest" and plain is not None:
-            yield _judged(case, measured, plain, (_DIGEST_LIMIT, _OTHER_VERIFY), noise_limit)
+            yield _judge(case, measured, plain, (_DIGEST_LIMIT, _OTHER_VERIFY), noise_limit)
         if case.payload == "E" and verify == case.default_verify and name in ("shared", "process"):
-            yield from _calls(case, measured)
+            yield from _call_lines(case, measured)
 
 
-def _line(case: Case, target: Target, noise_limit: float) -> Iterator[Line]:
+def _target_lines(case: Case, target: Target, noise_limit: float) -> Iterator[Line]:
     measured = case.find(target.scheme, target.kind, case.default_verify)
     if measured is None:
         return
     if target.unit == _MS:
         value = measured.median * 1000
-        verdict = Verdict.NOISY if measured.spread > noise_limit else _reached(value, target.limit)
+        verdict = Verdict.NOISY if measured.spread > noise_limit else _verdict_on(value, target.limit)
         yield Line(case, measured.label, value, target.limit, _MS, verdict)
         return
     floor = case.find(target.unit, Kind.FLOOR)
@@ -195,15 +195,15 @@ def _line(case: Case, target: Target, noise_limit: float) -> Iterator[Line]:
     if case.threads > 1:
         limit = _SEVERAL_THREADS.get((target.scheme, target.payload, target.unit, target.kind), limit)
     if floor is not None:
-        yield _judged(case, measured, floor, (limit, target.unit), noise_limit)
+        yield _judge(case, measured, floor, (limit, target.unit), noise_limit)
 
 
-def _judged(case: Case, measured: Measured, floor: Measured, target: tuple[float, str], noise_limit: float) -> Line:
+def _judge(case: Case, measured: Measured, floor: Measured, target: tuple[float, str], noise_limit: float) -> Line:
     """Judge by the medians; by the quartiles where the floor is noisy, if even they are on one side of the limit."""
     limit, unit = target
     value = measured.median / floor.median
     if floor.spread <= noise_limit:
-        verdict = _reached(value, limit)
+        verdict = _verdict_on(value, limit)
     elif measured.low / floor.high > limit:
         verdict = Verdict.MISSED
     else:
@@ -211,17 +211,17 @@ def _judged(case: Case, measured: Measured, floor: Measured, target: tuple[float
     return Line(case, measured.label, value, limit, f"x {unit}", verdict)
 
 
-def _calls(case: Case, measured: Measured) -> Iterator[Line]:
+def _call_lines(case: Case, measured: Measured) -> Iterator[Line]:
     first, further = _CALLS_LIMIT
     for value, limit, unit in (
         (measured.trainer_calls, first + further * (case.workers - 1), _TRAINER_CALLS),
         (measured.worker_calls, first, _WORKER_CALLS),
     ):
         if value is not None:
-            yield Line(case, measured.label, value, limit, unit, _reached(value, limit))
+            yield Line(case, measured.label, value, limit, unit, _verdict_on(value, limit))
 
 
-def _reached(value: float, limit: float) -> Verdict:
+def _verdict_on(value: float, limit: float) -> Verdict:
     return Verdict.REACHED if value <= limit else Verdict.MISSED
 
 
@@ -265,20 +265,20 @@ def compare(first: Results, second: Results) -> list[Compared]:
     limit = max(first.noise_limit, second.noise_limit)
     found = []
     for case in first.cases:
-        others = [other for other in second.cases if _situation(other) == _situation(case)]
+        others = [other for other in second.cases if _comparison_key(other) == _comparison_key(case)]
         for measured in case.measured:
             label = measured.label
             again = [(other, each) for other in others for each in other.measured if each.label == label][:1]
             for other, each in again:
-                found.append(_compared(ratio(case, measured, limit), ratio(other, each, limit), case))
+                found.append(_compare_case(ratio(case, measured, limit), ratio(other, each, limit), case))
     return found
 
 
-def _situation(case: Case) -> tuple[object, ...]:
+def _comparison_key(case: Case) -> tuple[object, ...]:
     return (case.payload, case.nbytes, case.workers, case.device, case.threads)
 
 
-def _compared(first: Ratio, second: Ratio, case: Case) -> Compared:
+def _compare_case(first: Ratio, second: Ratio, case: Case) -> Compared:
     units = (1.0, 1.0)
     in_floors = first.measured.label.kind is not Kind.FLOOR and bool(first.value and second.value)
     if in_floors and first.floor is not None and second.floor is not None:

@@ -164,7 +164,7 @@ def _too_large(situation: Situation) -> str:
     fleets = sum(1 if name.is_torchrl else len(variants(situation)) for name in chosen)
     # The floors' copies; two slots or buffers a fleet; a worker's own copy, and what is under way to some of them.
     needed = int(situation.source.nbytes * (4 + 2 * fleets + 1.25 * (fleets + 1) * situation.workers))
-    if lacking := _lacking(needed, available_memory() or 0, "GiB"):
+    if lacking := _memory_shortage(needed, available_memory() or 0, "GiB"):
         return lacking
     device = situation.settings.device
     if device is Device.CPU:
@@ -172,10 +172,10 @@ def _too_large(situation: Situation) -> str:
     # The floors' copies and the trainer's; two slots a fleet; a worker's own copy, where it is there, and its context.
     processes = fleets * situation.workers if device.worker == "cuda" else 0
     needed = situation.source.nbytes * (4 + 2 * fleets + processes) + _CONTEXT_NBYTES * processes
-    return _lacking(needed, torch.cuda.mem_get_info()[0], "GiB of the GPU")
+    return _memory_shortage(needed, torch.cuda.mem_get_info()[0], "GiB of the GPU")
 
 
-def _lacking(needed: int, left: int, unit: str) -> str:
+def _memory_shortage(needed: int, left: int, unit: str) -> str:
     if needed <= left * _SHARE_OF_MEMORY:
         return ""
     return f"takes about {needed / 2**30:.0f} {unit} and {left / 2**30:.0f} are free: choose fewer schemes or workers"

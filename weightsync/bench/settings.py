@@ -138,7 +138,7 @@ class Settings:
         if not self.seconds > 0 or not 0 < self.noise_limit < math.inf:
             raise ConfigurationError("the bench needs more than 0 seconds, and a finite noise limit above 0.")
         for word in self.verify:
-            _known(word, (DEFAULT_VERIFY, *(each.value for each in Verify)), "value of --verify")
+            _require_known(word, (DEFAULT_VERIFY, *(each.value for each in Verify)), "value of --verify")
 
     @property
     def least_rounds(self) -> int:
@@ -171,7 +171,7 @@ def payloads(names: str | None, factory: str | None) -> tuple[Payload, ...]:
     """
     chosen = USUAL_PAYLOADS if names is None and factory is None else ()
     if names is not None:
-        chosen = tuple(PAYLOADS[_known(name, PAYLOADS, "payload")] for name in listed(names))
+        chosen = tuple(PAYLOADS[_require_known(name, PAYLOADS, "payload")] for name in listed(names))
     if factory is not None:
         module, _, name = factory.partition(":")
         if not name or not all(map(str.isidentifier, module.split("."))):
@@ -193,7 +193,7 @@ def members(kind: type[Word], words: str) -> tuple[Word, ...]:
         ConfigurationError: a value is unknown.
     """
     values = [member.value for member in kind]
-    return tuple(kind(_known(word, values, "scheme")) for word in listed(words))
+    return tuple(kind(_require_known(word, values, "scheme")) for word in listed(words))
 
 
 def numbers(words: str) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ def listed(words: str) -> Sequence[str]:
     return list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
 
 
-def _known(word: str, known: Iterable[str], what: str) -> str:
+def _require_known(word: str, known: Iterable[str], what: str) -> str:
     if word not in known:
         raise ConfigurationError(f"{word!r} is not a {what} of the bench: choose from {', '.join(known)}.")
     return word

@@ -60,7 +60,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._step: _Step | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="bench-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch_steps, name="bench-watchdog", daemon=True)
         self._owner = threading.current_thread()
 
     def __enter__(self) -> Watchdog:
@@ -94,7 +94,7 @@ class Watchdog:
             self._step = None  # from here on `_interrupt` raises nothing
         except BaseException as error:
             self._step = None
-            failure = _failure(step, error)
+            failure = _failure_text(step, error)
             _kill(_in_state("Tt"))  # they would answer nobody who ends them
             if failure:
                 raise BenchError(f"{what}: {failure}") from error
@@ -107,13 +107,13 @@ class Watchdog:
         if self._step is not None and self._step.fault:
             raise _Interrupted
 
-    def _look(self) -> None:
+    def _watch_steps(self) -> None:
         seen, ticks = None, 0
         while not self._over.wait(TICK):
             ticks = ticks + 1 if self._step is seen else 0
             seen = self._step
             if seen is not None and ticks * TICK >= NOTICE_TIMEOUT:
-                seen.fault = seen.fault or _ended() or (_late() if ticks * TICK >= STEP_TIMEOUT else "")
+                seen.fault = seen.fault or _ended() or (_late_reason() if ticks * TICK >= STEP_TIMEOUT else "")
                 if seen.fault:
                     _kill(_watched)
                     self._wake()
@@ -124,7 +124,7 @@ class Watchdog:
             signal.pthread_kill(self._owner.ident, signal.SIGUSR2)
 
 
-def _failure(step: _Step, error: BaseException) -> str:
+def _failure_text(step: _Step, error: BaseException) -> str:
     """What is said of an error in a step. Nothing: the error says it itself."""
     if step.fault and isinstance(error, (_Interrupted, Exception)):
         return step.fault  # the watchdog killed the workers: the error only follows
@@ -147,7 +147,7 @@ def _ended(patience: float = 0.0) -> str:
     return f"a worker has ended: {_names(ended)}" if ended else ""
 
 
-def _late() -> str:
+def _late_reason() -> str:
     stopped = _names(_in_state("Tt"))
     return f"no end within {STEP_TIMEOUT:g} s" + (f"; a worker is stopped: {stopped}" if stopped else "")
 

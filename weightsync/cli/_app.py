@@ -48,14 +48,14 @@ class _StandardOutput:
         try:
             yield
         finally:
-            self._give_back()
+            self._restore_stdout()
 
     def write(self, text: str) -> None:
         """Print the JSON, once; from then on standard output is as usual."""
-        self._give_back()
+        self._restore_stdout()
         typer.echo(text, nl=False)
 
-    def _give_back(self) -> None:
+    def _restore_stdout(self) -> None:
         if self._kept is not None:
             sys.stdout.flush()
             os.dup2(self._kept, _STDOUT)
@@ -218,11 +218,11 @@ def build() -> typer.Typer:
     )
     app.callback()(_weightsync)
     for name, text in COMMANDS.items():
-        app.command(name, help=text)(_stand_in)
+        app.command(name, help=text)(_placeholder_command)
     return app
 
 
-def _stand_in() -> None:
+def _placeholder_command() -> None:
     """Represent a command in the help text until its module is loaded."""
 
 

@@ -89,7 +89,7 @@ def plain_line(state: RunState) -> str:
         return f"          {state.phase.value}, {state.elapsed:.0f} s: trainer {name}"
     workers = []
     for worker in state.workers:
-        behind = _behind(state, worker)
+        behind = _versions_behind(state, worker)
         words = worker.state if behind is None else f"{worker.state} v{worker.version} ({behind} behind)"
         workers.append(f"worker {worker.index} " + ("LOST" if _link(state, worker) is LinkState.LOST else words))
     transfer = state.report.transfer_s if state.report else 0.0
@@ -104,7 +104,7 @@ def _sender(state: RunState) -> tuple[str, int]:
     return (state.sender.state.value, state.sender.version) if state.sender else ("uninitialized", 0)
 
 
-def _behind(state: RunState, worker: WorkerState) -> int | None:
+def _versions_behind(state: RunState, worker: WorkerState) -> int | None:
     """How many versions a worker is behind the trainer; None if it serves none yet."""
     return None if worker.version is None else max(0, _sender(state)[1] - worker.version)
 
@@ -155,7 +155,7 @@ def _machines(state: RunState) -> Table:
     name, version = _sender(state)
     table.add_row("trainer", _styled(name), "", str(version), "", f"{state.steps:,}", f"{len(state.returns):,}")
     for worker in state.workers:
-        link, behind = _link(state, worker), _behind(state, worker)
+        link, behind = _link(state, worker), _versions_behind(state, worker)
         table.add_row(
             f"worker {worker.index}",
             _styled("unknown" if link is LinkState.LOST else worker.state),

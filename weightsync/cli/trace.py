@@ -99,13 +99,13 @@ def _chart(places: list[Path], number: int) -> tuple[Chart, int]:
     try:
         runs = judged(places).runs
     except UnreadableTraceError as error:
-        raise _cannot(str(error)) from error
+        raise _error_exit(str(error)) from error
     if not 1 <= number <= len(runs):
-        raise _cannot(f"there is no run {number}: these traces have {len(runs)}.")
+        raise _error_exit(f"there is no run {number}: these traces have {len(runs)}.")
     chosen: Run = runs[number - 1]
     return chart_of(chosen), len(runs)
 
 
-def _cannot(why: str) -> typer.Exit:
+def _error_exit(why: str) -> typer.Exit:
     typer.echo(f"weightsync: {why}", err=True)
     return typer.Exit(CANNOT_READ)

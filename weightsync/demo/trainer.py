@@ -116,13 +116,13 @@ class Trainer:
             self._send(overlap=self._settings.overlap)
             mean = state.last_mean or 0.0
             solved = solved + 1 if mean >= SOLVED else 0
-            if self._kills_last(mean):
+            if self._kill_last_if_due(mean):
                 solved = 0
             elif solved >= STAYS_SOLVED:
                 break
         self._settle()
 
-    def _kills_last(self, mean: float) -> bool:
+    def _kill_last_if_due(self, mean: float) -> bool:
         """Kill the last worker, if that was asked for and now is half way. Return whether it was done now."""
         victim, settings = self._state.workers[-1], self._settings
         half_way = mean >= _HALF_WAY or self._state.elapsed >= settings.seconds / 2

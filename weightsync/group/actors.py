@@ -29,7 +29,7 @@ _THREADS: Final = 9
 #: Seconds in which what an actor said last arrives, once Ray has reported its end.
 _LAST_WORDS_SECONDS: Final = 5.0
 #: What the group decides itself.
-_OURS: Final = frozenset(
+_RESERVED_OPTIONS: Final = frozenset(
     {
         *("max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries", "max_pending_calls"),
         *("name", "namespace", "get_if_exists", "lifetime"),
@@ -71,7 +71,7 @@ class ActorProcess:
     fate = "killed"
 
     def __init__(self, handle: Any, job: Job, channel: TrainerEnd) -> None:
-        called = _called(handle, job)
+        called = _start_life(handle, job)
         self.handle = handle
         self._channel = channel
         #: By when its channel has ended too, which may be slower than Ray; None: Ray has reported nothing.
@@ -130,7 +130,7 @@ class ActorProcess:
         self._waker.close()
 
 
-def _called(handle: Any, job: Job) -> Any:
+def _start_life(handle: Any, job: Job) -> Any:
     """Ray's reference to the life that an actor begins now.
 
     Raises:
@@ -141,7 +141,7 @@ def _called(handle: Any, job: Job) -> Any:
     except Exception as error:
         ray = require_ray("WorkerGroup")
         ray.kill(handle, no_restart=True)
-        unpicklable = _unpicklable(ray, {"run": job.plan.run, "make_model": job.plan.make_model})
+        unpicklable = _describe_unpicklable(ray, {"run": job.plan.run, "make_model": job.plan.make_model})
         if unpicklable:
             raise ConfigurationError(
                 f"what worker {job.index} is to run cannot be pickled for Ray: {unpicklable}. Create it inside run= or "
@@ -150,7 +150,7 @@ def _called(handle: Any, job: Job) -> Any:
         raise
 
 
-def _unpicklable(ray: Any, arguments: Mapping[str, Any]) -> str:
+def _describe_unpicklable(ray: Any, arguments: Mapping[str, Any]) -> str:
     """What of some arguments cannot be pickled; empty: nothing that is found."""
     found = []
     for name, value in arguments.items():
@@ -186,7 +186,7 @@ class ActorLauncher:
             raise ConfigurationError(
                 f"actor_options= is {options!r}: give a dict with the keywords of Ray's options(). Nothing was started."
             )
-        taken = sorted(_OURS & options.keys())
+        taken = sorted(_RESERVED_OPTIONS & options.keys())
         if taken:
             raise ConfigurationError(
                 f"actor_options= has {', '.join(taken)}: the group sets that itself (its max_restarts= restarts a "

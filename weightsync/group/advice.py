@@ -77,9 +77,9 @@ def senders_refusal(error: StateError, sender: WeightSender, asked: str) -> Stat
     return StateError("worker group", state.value, asked, _ALLOWED.get(state, ()), hint, steps=error.steps)
 
 
-def in_words_of_group(report: SyncReport, members: Members, sender: WeightSender) -> SyncReport:
+def reword_report(report: SyncReport, members: Members, sender: WeightSender) -> SyncReport:
     """A report of the sender's that says of workers that start or were given up what the group knows of them."""
-    before = report.previous and in_words_of_group(report.previous, members, sender)
+    before = report.previous and reword_report(report.previous, members, sender)
     reworded = {}
     for worker, outcome in report.outcomes.items() if report.version else ():
         member = members.by_index[worker]

@@ -166,7 +166,7 @@ class TrainerEnd:
         self._flush()
         if self._sock is not None and not self.ended:
             self._take(self._sock)
-        return self._frames()
+        return self._take_frames()
 
     def _take(self, sock: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -184,10 +184,10 @@ class TrainerEnd:
         """How many bytes have arrived: a large result is on its way while this grows."""
         return self._nbytes_read + sum(map(len, self._pieces))
 
-    def _frames(self) -> list[Frame]:
+    def _take_frames(self) -> list[Frame]:
         """The whole frames among what has arrived. They are taken from it last, for the same reason."""
         frames: list[Frame] = []
-        if not self._is_one_whole():
+        if not self._has_whole_frame():
             return frames
         data, start = memoryview(b"".join(self._pieces)), 0
         while nbytes := _nbytes_of_first(data[start:]):
@@ -197,7 +197,7 @@ class TrainerEnd:
         self._nbytes_read, self._pieces = self._nbytes_read + start, left
         return frames
 
-    def _is_one_whole(self) -> bool:
+    def _has_whole_frame(self) -> bool:
         """Whether the first frame is there."""
         if self._pieces and len(self._pieces[0]) < _LENGTHS.size:
             self._pieces = deque([b"".join(self._pieces)])
@@ -320,7 +320,7 @@ class WorkerEnd:
             SenderClosed: the trainer has closed the group, or is dead. The result is dropped.
             ConfigurationError: the value cannot be pickled. Nothing was sent.
         """
-        result = _pickled(value)
+        result = _pickle_result(value)
         with self._putting:
             self._listen(wait=0)
             while not self._room and not self._ended:
@@ -392,7 +392,7 @@ class WorkerEnd:
             return
         with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):
             while not self._ended:
-                self._hear(_received(self._sock))
+                self._hear(_receive_available(self._sock))
 
     def _is_ready(self, events: int, wait: int | None) -> bool:
         """Wait at most these milliseconds for events of the socket. Returns whether there are any, or it is closed."""
@@ -419,7 +419,7 @@ class WorkerEnd:
         self._sock.close()
 
 
-def _pickled(value: Any) -> memoryview:
+def _pickle_result(value: Any) -> memoryview:
     with Shield(lambda: None):  # what a signal handler raises is no error of pickle's
         try:
             return pickled(value)
@@ -431,7 +431,7 @@ def _pickled(value: Any) -> memoryview:
             ) from error
 
 
-def _received(sock: socket.socket) -> bytes:
+def _receive_available(sock: socket.socket) -> bytes:
     """What has arrived; empty if the other end is gone. Raises BlockingIOError: nothing has arrived."""
     try:
         return sock.recv(_CHUNK, socket.MSG_DONTWAIT)

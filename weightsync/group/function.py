@@ -21,12 +21,12 @@ def require_run(run: object) -> Any:
     if not callable(run):
         raise ConfigurationError(f"run= is {run!r}: give the function that each worker runs. {_NOTHING_STARTED}")
     _refuse_remote("run", run)
-    kind = _suspended(run)
+    kind = _deferred_kind(run)
     if kind is not None:
         raise ConfigurationError(
             f"run= is {name_of(run)}, {kind}: a call of it does not run its body. {_REMEDIES[kind]} {_NOTHING_STARTED}"
         )
-    unfit = _unfit(run, object())
+    unfit = _signature_error(run, object())
     if unfit:
         raise ConfigurationError(
             f"run= is {name_of(run)}, which cannot be called with a worker and nothing else ({unfit}): define it as "
@@ -42,7 +42,7 @@ def require_ran(run: object, returned: object) -> None:
     Raises:
         ConfigurationError: it returned a coroutine or a generator, whose body has not run.
     """
-    for kind, is_one in _RETURNED.items():
+    for kind, is_one in _RESULT_KINDS.items():
         if is_one(returned):
             if inspect.iscoroutine(returned):
                 returned.close()  # else Python warns that nobody awaited it
@@ -63,10 +63,10 @@ def require_make_model(make_model: object) -> Any:
     if not callable(make_model):
         raise ConfigurationError(f"make_model= is {make_model!r}: {remedy}")
     _refuse_remote("make_model", make_model)
-    kind = _suspended(make_model)
+    kind = _deferred_kind(make_model)
     if kind is not None:
         raise ConfigurationError(f"make_model= is {name_of(make_model)}, {kind}: {remedy}")
-    unfit = _unfit(make_model)
+    unfit = _signature_error(make_model)
     if unfit:
         raise ConfigurationError(
             f"make_model= is {name_of(make_model)}, which cannot be called without arguments ({unfit}): bind them by "
@@ -102,12 +102,12 @@ _REMEDIES = {
     _ASYNC_GENERATOR: "Give a plain function, and put() what it would yield.",
     _GENERATOR: "Give a plain function, and worker.put(item) in place of `yield item`.",
 }
-_DEFINED: dict[str, Callable[[Any], bool]] = {
+_FUNCTION_KINDS: dict[str, Callable[[Any], bool]] = {
     _ASYNC: inspect.iscoroutinefunction,
     _ASYNC_GENERATOR: inspect.isasyncgenfunction,
     _GENERATOR: inspect.isgeneratorfunction,
 }
-_RETURNED: dict[str, Callable[[Any], bool]] = {
+_RESULT_KINDS: dict[str, Callable[[Any], bool]] = {
     _ASYNC: inspect.iscoroutine,
     _ASYNC_GENERATOR: inspect.isasyncgen,
     _GENERATOR: inspect.isgenerator,
@@ -125,13 +125,13 @@ def _refuse_remote(argument: str, function: object) -> None:
         )
 
 
-def _suspended(function: Callable[..., object]) -> str | None:
+def _deferred_kind(function: Callable[..., object]) -> str | None:
     """The kind of a function whose body does not run when it is called; None: it is a plain function."""
     called: tuple[Any, Any] = (function, None if inspect.isclass(function) else type(function).__call__)
-    return next((kind for kind, is_one in _DEFINED.items() if any(map(is_one, called))), None)
+    return next((kind for kind, is_one in _FUNCTION_KINDS.items() if any(map(is_one, called))), None)
 
 
-def _unfit(function: Callable[..., object], *arguments: object) -> str:
+def _signature_error(function: Callable[..., object], *arguments: object) -> str:
     """Why it cannot be called with these arguments; empty: it can, or nobody can tell."""
     try:
         signature = inspect.signature(function)

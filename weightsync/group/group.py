@@ -14,13 +14,13 @@ from weightsync.clock import Deadline, Timeout, seconds
 from weightsync.engine.driver import Shield
 from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError, ResultTimeoutError, StateError, SyncError, WorkerFailedError
-from weightsync.group.advice import ADVICE, NO_COPY, in_words_of_group, refusal, senders_refusal, too_late
+from weightsync.group.advice import ADVICE, NO_COPY, refusal, reword_report, senders_refusal, too_late
 from weightsync.group.calls import Calls, ClosedMeanwhile, in_one_thread
 from weightsync.group.channel import WorkerResult
 from weightsync.group.launcher import AtExit, GroupArguments, Launched, names_of, rules_of, staleness_of
 from weightsync.group.launchers import launcher_for
 from weightsync.group.members import Member, Members, MemberState, Running
-from weightsync.group.sending import Sending, own_failures
+from weightsync.group.sending import Sending, failed_for_running_workers
 from weightsync.group.worker import MakeModel, Worker
 from weightsync.options import OnFailure, OnPending, OnStale, switch
 from weightsync.protocol._tables import State
@@ -277,7 +277,7 @@ class WorkerGroup:
         """
         deadline, failing = Deadline(timeout), OnFailure(on_failure)
         self._dispatch("send", weights, OnPending.SUPERSEDE, timeout)
-        return self._judged(self._answers(deadline), failing)
+        return self._check_report(self._wait_for_answers(deadline), failing)
 
     @in_one_thread("send_async")
     def send_async(
@@ -322,7 +322,7 @@ class WorkerGroup:
         """
         failing = OnFailure(on_failure)
         self._require(State.READY, "wait_async")
-        return self._judged(self._answers(Deadline(timeout)), failing)
+        return self._check_report(self._wait_for_answers(Deadline(timeout)), failing)
 
     def _dispatch(self, asked: str, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
         self._require(State.READY, asked)
@@ -334,21 +334,21 @@ class WorkerGroup:
         except StateError as error:
             raise senders_refusal(error, self.sender, asked) from None
         except SyncError as error:
-            raise in_words_of_group(error.report, self._members, self.sender).error(ADVICE) from None
+            raise reword_report(error.report, self._members, self.sender).error(ADVICE) from None
 
-    def _answers(self, deadline: Deadline) -> SyncReport:
+    def _wait_for_answers(self, deadline: Deadline) -> SyncReport:
         """Wait for the answers to the last send. Meanwhile workers that hang are killed, and dead ones restarted."""
         while self.sender.owing and not deadline.passed:
-            self._see_to_workers(deadline)
+            self._handle_worker_events(deadline)
             self.sender.progress()
             self._give_up_failed()
         try:
             report = self._sending.wait(deadline.remaining)
         except StateError as error:
             raise senders_refusal(error, self.sender, "wait_async") from None
-        return in_words_of_group(report, self._members, self.sender)
+        return reword_report(report, self._members, self.sender)
 
-    def _see_to_workers(self, deadline: Deadline) -> None:
+    def _handle_worker_events(self, deadline: Deadline) -> None:
         """Wait until something has happened to a worker, and see to it."""
         self._members.wait(deadline)
         if self._state is State.CLOSED:
@@ -361,7 +361,7 @@ class WorkerGroup:
             if self._members.by_index[index].state is MemberState.FAILED:
                 self.sender.remove_worker(index)
 
-    def _judged(self, report: SyncReport, failing: OnFailure) -> SyncReport:
+    def _check_report(self, report: SyncReport, failing: OnFailure) -> SyncReport:
         refused = report.of(OutcomeKind.REFUSED)
         self._await_deaths([*report.of(OutcomeKind.LOST), *refused])
         self._await_first_steps(refused)
@@ -369,7 +369,7 @@ class WorkerGroup:
             return report
         self._raise_failed()
         self._members.require_one()
-        if own_failures(report, [worker for worker in refused if self._is_over(worker)]):
+        if failed_for_running_workers(report, [worker for worker in refused if self._is_over(worker)]):
             raise report.error(ADVICE)
         return report
 
@@ -386,7 +386,7 @@ class WorkerGroup:
         while not deadline.passed and any(
             member.state is MemberState.STARTING and not self._is_over(member.index) for member in members
         ):
-            self._see_to_workers(deadline)
+            self._handle_worker_events(deadline)
 
     def _await_deaths(self, ended: list[int]) -> None:
         """Wait for workers whose link has ended: each dies soon, or is given up, unless it was restarted since."""
@@ -397,7 +397,7 @@ class WorkerGroup:
             if deadline.passed:
                 for member in left:
                     member.give_up("its link is lost")
-            self._see_to_workers(deadline)
+            self._handle_worker_events(deadline)
         self._members.pump()
 
     # ------------------------------------------------------------------------------------------------- results

@@ -28,7 +28,7 @@ from weightsync.weights.selection import Selection
 from weightsync.weights.sharded import is_sharded
 
 #: The priority of `AtExit` among the finalizers of `multiprocessing`: before senders are closed.
-_FIRST: Final = 200
+_FINALIZER_PRIORITY: Final = 200
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class GroupArguments:
 
     def refuse_others(self, *arguments: str) -> None:
         """Refuse arguments that mean nothing to workers of this kind. Raises ConfigurationError: one was given."""
-        given = [argument for argument in arguments if not _says_nothing(vars(self)[argument])]
+        given = [argument for argument in arguments if not _is_left_out(vars(self)[argument])]
         if given:
             raise ConfigurationError(
                 f"{', '.join(given)}: the workers of this scheme= do not support it (see docs/group.md). Nothing was "
@@ -128,7 +128,7 @@ def names_of(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
     return None if items is None else tuple(items)
 
 
-def _says_nothing(value: object) -> bool:
+def _is_left_out(value: object) -> bool:
     """Whether an argument was left out, or given as what that means: no restarts, no options."""
     return value is None or (isinstance(value, int | Mapping) and not value)
 
@@ -216,7 +216,7 @@ class AtExit:
     def register(self) -> None:
         """Call it when the process ends."""
         atexit.register(self._call)
-        self._finalizer = Finalize(None, self._call, exitpriority=_FIRST)
+        self._finalizer = Finalize(None, self._call, exitpriority=_FINALIZER_PRIORITY)
 
     def cancel(self) -> None:
         """Do not call it any more. Allowed at any time."""

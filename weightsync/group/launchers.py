@@ -20,9 +20,9 @@ def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -
         ConfigurationError: a group cannot start workers for this scheme, or an argument is for another scheme.
     """
     made = SharedMemWeightSyncScheme() if scheme is None else scheme
-    made = _named(made) if isinstance(made, str) else made
+    made = _scheme_of_backend(made) if isinstance(made, str) else made
     if not isinstance(made, WeightSyncScheme) or made.initialized_on_sender:
-        raise _unusable(scheme)
+        raise _unusable_scheme_error(scheme)
     if isinstance(made, PipeScheme):
         return ProcessLauncher(made, asked)
     if isinstance(made, RayWeightSyncScheme) and not isinstance(made, RayModuleTransformScheme):
@@ -33,19 +33,19 @@ def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -
         from weightsync.group.ranks import RankLauncher  # noqa: PLC0415 - for torch.distributed alone
 
         return RankLauncher(made, asked)
-    raise _unusable(scheme)
+    raise _unusable_scheme_error(scheme)
 
 
-def _named(backend: str) -> WeightSyncScheme:
+def _scheme_of_backend(backend: str) -> WeightSyncScheme:
     try:
         return WeightSyncScheme.from_backend(backend)
     except ConfigurationError as error:
         if error.__cause__ is None:  # no such backend: its text names backends that are not for groups
-            raise _unusable(backend) from error
+            raise _unusable_scheme_error(backend) from error
         raise ConfigurationError(f"scheme= is {backend!r}. {error} Nothing was started.") from error
 
 
-def _unusable(scheme: object) -> ConfigurationError:
+def _unusable_scheme_error(scheme: object) -> ConfigurationError:
     used = isinstance(scheme, WeightSyncScheme) and scheme.initialized_on_sender
     given = f"a {type(scheme).__name__} that is in use already" if used else repr(scheme)
     return ConfigurationError(

@@ -175,12 +175,12 @@ class Member:
         if self.running.channel.nbytes > before and self.state is MemberState.RUNNING:
             self.begin_to_wait()  # a large result takes as long as the trainer does to read it
         for frame in frames:
-            self._hear(frame)
+            self._take_frame(frame)
         results = [UntakenResult(self, self.running, frame) for frame in frames if isinstance(frame, Put)]
         self.untaken += len(results)
         return results
 
-    def _hear(self, frame: Frame) -> None:
+    def _take_frame(self, frame: Frame) -> None:
         if isinstance(frame, Failed | Finished):
             self._last_word = frame
             self.due = Deadline(_GRACE)
@@ -208,7 +208,7 @@ class Member:
         if self._waits_for_trainer:
             self.begin_to_wait()
         elif self.due.passed:
-            self.give_up(self._overdue())
+            self.give_up(self._overdue_reason())
         return None
 
     @property
@@ -233,7 +233,7 @@ class Member:
         elif self.state is MemberState.WAITING:
             self.state = MemberState.FINISHED
 
-    def _overdue(self) -> str:
+    def _overdue_reason(self) -> str:
         if self._last_word is not None:
             return f"it did not end within {_GRACE:g} s of its last message"
         if self.state is MemberState.STARTING:
@@ -277,12 +277,12 @@ class Member:
         return self._failure(how if word is None else word.reason, trace, version)
 
     def _failure(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
-        error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=self._after_death())
+        error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=self._restart_or_fail())
         if self.state is MemberState.WAITING:
             logger.warning("%s", error)
         return error
 
-    def _after_death(self) -> str:
+    def _restart_or_fail(self) -> str:
         """Wait for a restart, or fail for good. Returns what follows, in words."""
         most = self._rules.max_restarts
         if self.restarts < most:
@@ -355,7 +355,7 @@ class Members:
 
     def pump(self) -> None:
         """Advance the send, read what has arrived, detect dead workers, and restart those that are due."""
-        self._drive()
+        self._progress_sender()
         for member in self.by_index.values():
             with Shield(lambda: None):  # what a handler raises loses no result and no failure
                 dead = member.dead  # looked up first: what a dead worker has said is then read to its end
@@ -370,13 +370,13 @@ class Members:
             try:
                 value = unpickled(first.put.pickled)
             except Exception:
-                self._take_off(first.put)  # what cannot be unpickled is not tried again
+                self._remove_if_first(first.put)  # what cannot be unpickled is not tried again
                 raise
-            if self._take_off(first.put):
+            if self._remove_if_first(first.put):
                 return first, value
         return None
 
-    def _take_off(self, put: Put) -> bool:
+    def _remove_if_first(self, put: Put) -> bool:
         """Whether it was still the first: a signal handler may have taken it meanwhile, here or as it was unpickled."""
         with Shield(lambda: None):  # what a handler raises leaves the result there, for which there is room already
             if self._is_first(put):
@@ -445,7 +445,7 @@ class Members:
         """Whether nothing more will come."""
         return all(member.over for member in self.by_index.values())
 
-    def _drive(self) -> None:
+    def _progress_sender(self) -> None:
         """Let the sender continue: a version may wait in it for answers, and the workers for that version."""
         feed = self._feed()
         if feed is None:

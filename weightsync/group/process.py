@@ -36,9 +36,9 @@ from weightsync.transports.process import forget_after_fork, signal_name, starte
 #: Seconds that the kernel gets to end a process that was killed.
 _REAP_SECONDS: Final = 5.0
 #: Descriptors that this process needs while it starts a worker, with some to spare.
-_TO_START: Final = 20
+_START_DESCRIPTORS: Final = 20
 #: Descriptors of a link to a worker. The links are created once all workers are started.
-_OF_LINK: Final = 3
+_LINK_DESCRIPTORS: Final = 3
 #: What to do if the system refuses to start a process.
 _REMEDIES: Final = {
     errno.EAGAIN: "Allow more processes and threads (`ulimit -u`, or the container's limit), or start fewer workers.",
@@ -62,7 +62,7 @@ def _is_imported(program: ModuleType) -> bool:
     return Path(vars(program).get("__file__") or "").is_file()
 
 
-class _PassedInMemory:
+class _JobInMemory:
     """A job that a process gets in shared memory, and unpickles there as the job itself.
 
     `multiprocessing` writes arguments into a pipe. If they are large, it waits there, without a deadline, until the
@@ -78,10 +78,10 @@ class _PassedInMemory:
         finalize(self, os.close, memory)  # the process has its own descriptor by then
         with open(memory, "wb", closefd=False) as file:
             file.write(data)
-        return _unpacked, (DupFd(memory),)
+        return _unpickle_job, (DupFd(memory),)
 
 
-def _unpacked(passed: Any) -> Job:
+def _unpickle_job(passed: Any) -> Job:
     """In the worker process: the job. `multiprocessing` has passed the memory's descriptor."""
     with open(passed.detach(), "rb") as file:
         file.seek(0)
@@ -110,7 +110,7 @@ class WorkerProcess:
         self._closed = False
         name = f"weightsync worker {job.index}"
         start_method = context.get_start_method()
-        sent = job if start_method == "fork" else _PassedInMemory(job)
+        sent = job if start_method == "fork" else _JobInMemory(job)
         self.handle: Any = context.Process(target=work, args=(sent,), name=name)  # type: ignore[attr-defined]
         # The fork server's processes are its children, and would keep what it began with.
         starting = contextlib.nullcontext() if start_method == "forkserver" else without_interrupts()
@@ -218,11 +218,11 @@ class ProcessLauncher:
     def open(self) -> None:
         """Make the memory that announces versions: see `Launcher.open`."""
         with Shield(lambda: None):  # what a handler raises leaves no descriptor open
-            _require_descriptors(0, _TO_START)
+            _require_descriptors(0, _START_DESCRIPTORS)
             try:
                 self._announced = Announced()
             except OSError as error:
-                raise _not_started(0, error) from error
+                raise _start_error(0, error) from error
 
     def init_arguments(self, lives: Sequence[Launched]) -> Mapping[str, Any]:
         """See `Launcher.init_arguments`."""
@@ -231,15 +231,15 @@ class ProcessLauncher:
     def launch(self, index: int, restarts: int) -> Launched:
         """Start a process: see `Launcher.launch`."""
         assert self._announced is not None
-        _require_descriptors(index, _TO_START if restarts else _TO_START + _OF_LINK * index)
+        _require_descriptors(index, _START_DESCRIPTORS if restarts else _START_DESCRIPTORS + _LINK_DESCRIPTORS * index)
         try:
-            return self._launched(index, restarts, self._announced)
+            return self._launch_process(index, restarts, self._announced)
         except TransportError:  # an OSError too
             raise
         except OSError as error:
-            raise _not_started(index, error) from error
+            raise _start_error(index, error) from error
 
-    def _launched(self, index: int, restarts: int, announced: Announced) -> Launched:
+    def _launch_process(self, index: int, restarts: int, announced: Announced) -> Launched:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             link, far_link = self._context.Pipe()
             ours.enter_context(link)
@@ -277,13 +277,13 @@ def _require_descriptors(index: int, count: int) -> None:
         while len(spare) < count:
             spare += os.pipe()
     except OSError as error:
-        raise _not_started(index, error) from error
+        raise _start_error(index, error) from error
     finally:
         for descriptor in spare:
             os.close(descriptor)
 
 
-def _not_started(index: int, error: OSError) -> TransportError:
+def _start_error(index: int, error: OSError) -> TransportError:
     reason = f"{error.strerror or error}. {_REMEDIES.get(error.errno or 0, '')}".rstrip()
     if error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

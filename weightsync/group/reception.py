@@ -135,7 +135,7 @@ class ChannelListener:
             return
         try:
             while True:
-                self._greet(self._listener.accept()[0])
+                self._add_stranger(self._listener.accept()[0])
         except BlockingIOError:
             pass
         except OSError as error:  # it waits for the next call
@@ -149,22 +149,22 @@ class ChannelListener:
                 )
         for stranger in tuple(self._strangers):
             if stranger.listen():
-                self._part_with(stranger)
-                self._judge(stranger)
+                self._remove_stranger(stranger)
+                self._attach_or_close(stranger)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _add_stranger(self, sock: socket.socket) -> None:
         if len(self._strangers) >= len(self._expected) + _MOST_STRANGERS:
             oldest = self._strangers[0]
-            self._part_with(oldest)
+            self._remove_stranger(oldest)
             oldest.sock.close()
         self._poll.register(sock, select.EPOLLIN)
         self._strangers.append(_Unidentified(sock))
 
-    def _part_with(self, stranger: _Unidentified) -> None:
+    def _remove_stranger(self, stranger: _Unidentified) -> None:
         self._strangers.remove(stranger)
         self._poll.unregister(stranger.sock)
 
-    def _judge(self, stranger: _Unidentified) -> None:
+    def _attach_or_close(self, stranger: _Unidentified) -> None:
         self._expected = {proof: end for proof, end in self._expected.items() if not end.ended}
         for proof in self._expected:
             if hmac.compare_digest(proof, stranger.shown):

@@ -12,7 +12,7 @@ from weightsync.protocol.report import Evidence, OutcomeKind, SyncReport
 from weightsync.schemes.base import WeightSyncScheme
 
 
-class _Owed(NamedTuple):
+class _UnsentWeights(NamedTuple):
     """Weights that were sent while no worker was alive. None: the model's."""
 
     weights: Any
@@ -31,7 +31,7 @@ class Sending:
         self._announce = announce
         #: The newest version dispatched.
         self.version = 0
-        self._owed: _Owed | None = None
+        self._owed: _UnsentWeights | None = None
         #: The report of the last send, if no worker was alive to receive it.
         self._empty: SyncReport | None = None
 
@@ -45,13 +45,13 @@ class Sending:
         try:
             report = sender.send_async(weights, on_pending=pending, timeout=timeout, allow_empty=True)
         except SyncError as error:
-            report = _of_the_ended(error)
+            report = _report_of_ended(error)
         finally:
             self.version = max(sender.version, self.version)
             self._announce(self.version)  # once it is sent: from now on a worker may wait for it
         self._empty, self._owed = None, None
         if report.version is None:
-            self._empty, self._owed = report, _Owed(weights) if report.outcomes else None
+            self._empty, self._owed = report, _UnsentWeights(weights) if report.outcomes else None
         return report
 
     def resume(self) -> None:
@@ -71,7 +71,7 @@ class Sending:
         return report
 
 
-def own_failures(report: SyncReport, over: Collection[int] = ()) -> bool:
+def failed_for_running_workers(report: SyncReport, over: Collection[int] = ()) -> bool:
     """Whether an update, or an earlier one in its report, failed for workers that go on.
 
     A worker whose link has ended, because it was lost or it refused the handshake, has failed or finished, and the
@@ -86,16 +86,16 @@ def own_failures(report: SyncReport, over: Collection[int] = ()) -> bool:
         ended = outcome.kind is OutcomeKind.REFUSED and (outcome.evidence is Evidence.NONE or worker in over)
         if outcome.kind is not OutcomeKind.LOST and not ended:
             return True
-    return report.previous is not None and own_failures(report.previous)
+    return report.previous is not None and failed_for_running_workers(report.previous)
 
 
-def _of_the_ended(error: SyncError) -> SyncReport:
+def _report_of_ended(error: SyncError) -> SyncReport:
     """The report of an error, if it failed only for workers whose links have ended.
 
     Raises:
         SyncError: the error.
     """
     report: SyncReport = error.report
-    if own_failures(report):
+    if failed_for_running_workers(report):
         raise error
     return report

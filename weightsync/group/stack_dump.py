@@ -25,7 +25,7 @@ _LONGEST: Final = 1 << 16
 #: How a whole stack ends: with the program's outermost frame, or cut after 100 frames.
 _ENDS: Final = (b" in <module>\n", b"  ...\n")
 _FRAME: Final = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-_OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE_FOLDER: Final = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class StackDump(NamedTuple):
@@ -52,15 +52,15 @@ def request(pid: int, connection: Connection) -> StackDump:
     try:
         if is_stopped(pid):
             return StackDump("its process is stopped, by SIGSTOP or a debugger")
-        if not _answers(pid):
+        if not _catches_signal(pid):
             return StackDump()
         os.kill(pid, _ASKED)
-        return _read(_written(connection).decode(errors="replace"))
+        return _parse_dump(_read_dump(connection).decode(errors="replace"))
     except OSError:  # it is dead
         return StackDump()
 
 
-def _written(connection: Connection) -> bytes:
+def _read_dump(connection: Connection) -> bytes:
     """The stack, or as much of it as came in time: the process writes it a few words at a time."""
     deadline = Deadline(_PATIENCE)
     stack = b""
@@ -72,16 +72,16 @@ def _written(connection: Connection) -> bytes:
     return stack
 
 
-def _read(stack: str) -> StackDump:
+def _parse_dump(stack: str) -> StackDump:
     frames = [frame for line in stack.splitlines() if (frame := _FRAME.search(line))]
-    theirs = [frame for frame in frames if not frame["file"].startswith(_OURS)] or frames
+    theirs = [frame for frame in frames if not frame["file"].startswith(_PACKAGE_FOLDER)] or frames
     if not theirs:
         return StackDump()
     at = theirs[0]
     return StackDump(f"it was at line {at['line']} of {at['file']}, in {at['function']}", stack.strip())
 
 
-def _answers(pid: int) -> bool:
+def _catches_signal(pid: int) -> bool:
     """Whether the process catches the signal; one that does not would be ended by it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():

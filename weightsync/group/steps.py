@@ -25,7 +25,7 @@ from weightsync.options import OnStale
 logger = logging.getLogger("weightsync")
 
 #: After so many results without any step, the model is probably used in a way that is none.
-_UNGUARDED: Final = 2
+_RESULTS_BEFORE_WARNING: Final = 2
 _NO_STEP: Final = (
     "this worker has put results, and has begun no step: they name no version, its weights may change in the middle "
     "of a call, and max_staleness does not hold. A step is a call of worker.model itself (its forward); put "
@@ -142,8 +142,10 @@ class Steps:
     @contextlib.contextmanager
     def guard(self, model: nn.Module) -> Iterator[None]:
         """In a block, count the outermost forwards of the model as steps. A rank may go on using its model after it."""
-        begins = model.register_forward_pre_hook(_Begins(self), prepend=True)  # before a staged version is swapped in
-        acts = model.register_forward_pre_hook(_Acts(self))  # after that
+        begins = model.register_forward_pre_hook(
+            _BeginStepHook(self), prepend=True
+        )  # before a staged version is swapped in
+        acts = model.register_forward_pre_hook(_RecordVersionHook(self))  # after that
         try:
             yield
         finally:
@@ -219,7 +221,7 @@ class Steps:
         with self._lock:
             self._is_old = True
             self._without_a_step += not self._versions
-            if self._without_a_step == _UNGUARDED:
+            if self._without_a_step == _RESULTS_BEFORE_WARNING:
                 logger.warning(_NO_STEP)
             return tuple(self._versions)
 
@@ -232,7 +234,7 @@ def gone(receiver: WeightReceiver, error: TransportError, when: str) -> Transpor
     return driver.ended_error(f"the trainer was lost {when}: {sentence(driver.ended)}")
 
 
-class _Begins(Hook):
+class _BeginStepHook(Hook):
     """Before a forward, and before a staged version goes live for it."""
 
     def __init__(self, steps: Steps) -> None:
@@ -242,7 +244,7 @@ class _Begins(Hook):
         self._steps.begin()
 
 
-class _Acts(Hook):
+class _RecordVersionHook(Hook):
     """Before a forward, whose version is settled."""
 
     def __init__(self, steps: Steps) -> None:

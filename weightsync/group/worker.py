@@ -247,7 +247,7 @@ def _connect(scheme: WeightSyncScheme, receiver: WeightReceiver, channel: Worker
             "inside a method of the group, such as results()."
         ) from None
     except TransportError as error:
-        raise _unserved(receiver, error) from None
+        raise _unserved_error(receiver, error) from None
 
 
 def _await_link(driver: ReceiverDriver, channel: WorkerEnd, deadline: Deadline) -> None:
@@ -281,12 +281,12 @@ def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:
         try:
             receiver.receive(LOOK_SECONDS)
         except TransportError as error:
-            raise _unserved(receiver, error) from None
+            raise _unserved_error(receiver, error) from None
         if receiver.version is None and receiver.last_refusal:
             raise _misfit(receiver)
 
 
-def _unserved(receiver: WeightReceiver, error: TransportError) -> ConfigurationError | TransportError:
+def _unserved_error(receiver: WeightReceiver, error: TransportError) -> ConfigurationError | TransportError:
     """The error of a worker whose link ended before its first version."""
     if receiver.last_refusal:
         return _misfit(receiver)

@@ -119,7 +119,7 @@ def unreached(runs: Iterable[Sequence[Expression]], library: Library, modules: C
             total[here.place] += here.count
             if here.count and (after is None or after.depth <= here.depth):
                 whole.add(here.place)
-    reached = _bodies(library, whole)
+    reached = _evaluated_definitions(library, whole)
     idle = sorted(place for place, count in total.items() if not count and place.module in modules)
     for place in idle:
         inside = any(other != place and other.holds(place) for other in idle)
@@ -128,7 +128,7 @@ def unreached(runs: Iterable[Sequence[Expression]], library: Library, modules: C
             yield Unreached(definition.name, _text_at(library, place), place.first_line)
 
 
-def _bodies(library: Library, whole: Iterable[TextRange]) -> set[str]:
+def _evaluated_definitions(library: Library, whole: Iterable[TextRange]) -> set[str]:
     """Return the definitions whose parts were all evaluated, because an expression that names them was."""
     found = set()
     for place in whole:

@@ -94,7 +94,7 @@ class Module:
         return found
 
     @cached_property
-    def seen_through(self) -> tuple[str, ...]:
+    def unprefixed_modules(self) -> tuple[str, ...]:
         """The modules whose names it can use without a prefix."""
         extended = [name for group in _EXTENDS.findall(self.text) for name in re.findall(r"\w+", group)]
         return (*extended, *_OPEN_INSTANCE.findall(self.text))
@@ -122,7 +122,7 @@ class Library:
             module = self.module(waiting.pop())
             if module is not None and module.name not in found:
                 found[module.name] = module
-                waiting += [*module.seen_through, *_INSTANCE.findall(module.text)]
+                waiting += [*module.unprefixed_modules, *_INSTANCE.findall(module.text)]
         return tuple(found.values())
 
     def resolve(self, module: str, name: str) -> Definition | None:
@@ -132,7 +132,7 @@ class Library:
             return None
         if name in text.definitions:
             return text.definitions[name]
-        through = (self.resolve(other, name) for other in text.seen_through)
+        through = (self.resolve(other, name) for other in text.unprefixed_modules)
         return next((found for found in through if found), None)
 
     def reached(self, module: str, name: str) -> Iterator[Definition]:

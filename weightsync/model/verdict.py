@@ -78,7 +78,7 @@ def _violated(names: Sequence[str]) -> str:
 
 def judge(configuration: Configuration, job: Job, outcome: Outcome, library: Library) -> Verdict:
     """Compare the result of a run with the expected one."""
-    words = (_worded(violation, configuration, library) for violation in outcome.findings.violations)
+    words = (_describe_violation(violation, configuration, library) for violation in outcome.findings.violations)
     found = tuple(dict.fromkeys(words))
     complaints = list(_complaints(configuration, outcome, found))
     counts = outcome.findings.counts
@@ -100,7 +100,7 @@ def named(violation: Violation, root: str, config: Config, library: Library) -> 
     return " or ".join(names)
 
 
-def _worded(violation: Violation, configuration: Configuration, library: Library) -> str:
+def _describe_violation(violation: Violation, configuration: Configuration, library: Library) -> str:
     name = named(violation, configuration.module, configuration.config, library)
     return name if violation.kind in _NAMELESS else _violated([name])
 
@@ -166,7 +166,7 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
         return
     seen = {} if counts is None else counts.known()
     differing = [
-        f"{name} is {_shown(seen.get(name))}, but {_shown(wanted)} is pinned"
+        f"{name} is {_format_count(seen.get(name))}, but {_format_count(wanted)} is pinned"
         for name, wanted in pinned.known().items()
         if seen.get(name) != wanted
     ]
@@ -181,7 +181,7 @@ def _recounted(configuration: Configuration, counts: Counts | None) -> Iterator[
 _REPIN = "pin the new counts with python spec/check.py model --pin"
 
 
-def _shown(count: int | None) -> str:
+def _format_count(count: int | None) -> str:
     return "unknown" if count is None else f"{count:,}"
 
 

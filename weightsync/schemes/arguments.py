@@ -9,7 +9,7 @@ from typing import Any, Final
 from weightsync.errors import ConfigurationError
 
 
-class Form(enum.Enum):
+class Generation(enum.Enum):
     """Which generation's results a transport returns; its constructor's arguments decide."""
 
     #: ``receive_weights`` returns ``(model_id, weights)``, and waits 1 s by default.
@@ -18,13 +18,13 @@ class Form(enum.Enum):
     B = "B"
 
 
-class Unset(enum.Enum):
+class UnsetType(enum.Enum):
     """The value of an argument that was not given, where None has a meaning of its own."""
 
     UNSET = "unset"
 
 
-UNSET: Final = Unset.UNSET
+UNSET: Final = UnsetType.UNSET
 #: The model id if none is given.
 POLICY: Final = "policy"
 #: A model's id, and its weights.
@@ -60,7 +60,7 @@ def model_and_weights(*given: Any) -> tuple[str, Any]:
     return model_id, weights
 
 
-def one_by_one(names: Sequence[str], packed: Any, apart: Mapping[str, Any]) -> dict[str, Any]:
+def unpack_arguments(names: Sequence[str], packed: Any, apart: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that TorchRL's first generation takes as one tuple, and its second separately.
 
     Args:

@@ -30,20 +30,20 @@ from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import WorkerKind, note_worker_errors
 from weightsync.schemes.facade_services import LinkTransport
 from weightsync.schemes.peers.base import BareTransport
-from weightsync.schemes.peers.user_receiving import listen_by
+from weightsync.schemes.peers.user_receiving import start_transport_reader
 from weightsync.schemes.peers.user_transport import user_link
 from weightsync.schemes.receiver_side import ReceiverSide
 from weightsync.schemes.registry import WeightSyncBackend, scheme_of
-from weightsync.schemes.rendezvous import not_initialised
+from weightsync.schemes.rendezvous import not_initialised_error
 from weightsync.schemes.sender_side import SenderSide
 from weightsync.schemes.sources import (
     SET_MODEL,
     checked,
     given_or_found,
     is_weightless,
+    missing_path_reason,
     model_for_worker,
     model_or_empty,
-    not_at_path,
     registered,
 )
 from weightsync.schemes.worker_set import Groups
@@ -51,7 +51,7 @@ from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
 from weightsync.transports.process import forget_after_fork
 from weightsync.weights.casting import wire_dtype_of
-from weightsync.weights.meta_device import given_memory, lacks_weights
+from weightsync.weights.meta_device import give_memory, lacks_weights
 from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy, strategy_of
@@ -267,7 +267,7 @@ class WeightSyncScheme(Configured):
                 f"the model {model_id!r} came without its weights (on the meta device), and names= receives only some "
                 "of them: make the model in the worker."
             )
-        lacking = given_memory(model)
+        lacking = give_memory(model)
         self.init_on_worker(model_id, context, **kwargs)
         self._receiver_side.on_meta_device = lacking
 
@@ -325,7 +325,7 @@ class WeightSyncScheme(Configured):
         """The side that a call of `connect` connects; if the object has both, the sender's comes first."""
         sending, receiving = self._sender_side, self._receiver_side
         if sending.sender is None and receiving.receiver is None:
-            raise not_initialised("uninitialized", "connect", "init_on_sender", "init_on_receiver")
+            raise not_initialised_error("uninitialized", "connect", "init_on_sender", "init_on_receiver")
         if receiving.receiver is None and worker_idx is not None:
             raise ConfigurationError("connect() takes worker_idx= in a worker only: leave it out in the trainer.")
         if sending.sender is None:
@@ -461,7 +461,7 @@ class WeightSyncScheme(Configured):
         else:
             found = weights
         if found is None:
-            why = not_at_path(self._context() if context is None else context, model_id)
+            why = missing_path_reason(self._context() if context is None else context, model_id)
             raise ConfigurationError(
                 f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
                 "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
@@ -635,7 +635,7 @@ class WeightSyncScheme(Configured):
         if isinstance(transport, LinkTransport) and (transport is endpoint or not creates_links):
             return transport.listen(model_id, accept)
         if transport is not None and not isinstance(transport, LinkTransport):
-            return listen_by(transport, model_id, self.strategy, accept)
+            return start_transport_reader(transport, model_id, self.strategy, accept)
         accept(self.create_link(endpoint, model_id, "the sender"))
         return lambda: None
 

@@ -12,7 +12,7 @@ from typing import Any
 from weightsync.clock import Deadline, Timeout
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, WorkerLostError
-from weightsync.schemes.relay import is_torchrls
+from weightsync.schemes.relay import is_torchrl_collector
 from weightsync.transports.wakeup import DeferredProcess
 
 
@@ -52,7 +52,7 @@ def refuse_out_of_reach(scheme: str, reached: WorkerKind | None, context: Any, g
     Raises:
         ConfigurationError: the collector has other workers, or none.
     """
-    if reached is None or any(given) or not is_torchrls(context):
+    if reached is None or any(given) or not is_torchrl_collector(context):
         return
     kind, name = _kind_of(context), type(context).__name__
     if kind is None:
@@ -79,10 +79,10 @@ def collector_processes(context: Any, workers: Iterable[int]) -> dict[int, Defer
     if not has_processes(context):
         return {}
     collector = weakref.ref(context)
-    return {worker: DeferredProcess(partial(_started, collector, worker)) for worker in workers}
+    return {worker: DeferredProcess(partial(_started_process, collector, worker)) for worker in workers}
 
 
-def _started(collector: weakref.ref[Any], worker: int) -> Any:
+def _started_process(collector: weakref.ref[Any], worker: int) -> Any:
     """The process of a worker; None: it has not been started yet."""
     processes = optional(collector(), "procs")
     return processes[worker] if isinstance(processes, list) and worker < len(processes) else None
@@ -108,12 +108,12 @@ def note_worker_errors(error: WorkerLostError, context: Any) -> None:
     if not isinstance(pipes, list):
         return
     for worker in error.lost:
-        said = _said(pipes[worker]) if worker < len(pipes) else None
+        said = _next_pipe_message(pipes[worker]) if worker < len(pipes) else None
         if isinstance(said, Mapping) and said.get("error"):
             error.add_note(f"worker {worker} raised {said.get('exception_type')}: {said.get('exception_msg')}")
 
 
-def _said(pipe: Any) -> Any:
+def _next_pipe_message(pipe: Any) -> Any:
     """The next message in a collector's own pipe; None: there is none."""
     try:
         return pipe.recv() if pipe.poll() else None
@@ -123,4 +123,4 @@ def _said(pipe: Any) -> Any:
 
 def has_processes(context: Any) -> bool:
     """Whether this is a TorchRL collector whose workers are processes of this host."""
-    return is_torchrls(context) and _kind_of(context) is WorkerKind.PROCESSES
+    return is_torchrl_collector(context) and _kind_of(context) is WorkerKind.PROCESSES

@@ -13,7 +13,7 @@ from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype, switch, whole_number
-from weightsync.schemes.arguments import one_by_one
+from weightsync.schemes.arguments import unpack_arguments
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
@@ -71,7 +71,7 @@ def _address_in(info: Any) -> tuple[str, int]:
     return host, port
 
 
-def _port_beside(base_port: Any) -> int:
+def _own_store_port(base_port: Any) -> int:
     """The port for a store of our own, next to TorchRL's; 0: any. Raises ConfigurationError: that is not a port."""
     if base_port in (MISSING, None):
         return 0
@@ -193,15 +193,15 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return StoreEndpoint(store, rank, self.backend, in_flight, SharedKey.given(self._key), self._hints)
 
     def _make_store(self, base_port: Any) -> TCPStore:
-        host, port = named_address(), _port_beside(base_port)
+        host, port = named_address(), _own_store_port(base_port)
         for wanted in (port, 0):
             try:
-                return open_store(host, wanted, self._patience())
+                return open_store(host, wanted, self._store_timeout())
             except (RuntimeError, OSError) as error:
                 failure: Exception = error
         raise TransportError(f"no store could be opened on {host}: {failure}") from failure
 
-    def _patience(self) -> timedelta:
+    def _store_timeout(self) -> timedelta:
         """How long this scheme waits for a store."""
         allowed = seconds(self.timeout)
         return FOR_EVER if allowed is None else timedelta(seconds=min(allowed, FOR_EVER.total_seconds()))
@@ -214,7 +214,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             )
         host, port = _address_in(info)
         try:
-            return connect_to_store(host, port, self._patience())
+            return connect_to_store(host, port, self._store_timeout())
         except (RuntimeError, OSError) as error:
             raise TransportError(f"the store at {host}:{port} cannot be reached: {error}") from error
 
@@ -239,7 +239,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: something is given twice, or the tuple has another length.
         """
-        store, rank = one_by_one(_PAIR, pipe_or_context, {"store": store, "rank": rank}).values()
+        store, rank = unpack_arguments(_PAIR, pipe_or_context, {"store": store, "rank": rank}).values()
         sync = self.sync if sync is None else sync
         transport = torchrl_transport("DistributedTransport")
         if weights_buffer is None:
@@ -271,7 +271,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         if isinstance(endpoint, StoreEndpoint):
             return endpoint
         if isinstance(endpoint, tuple | list):
-            return self._store_endpoint_at(*one_by_one(_PAIR, endpoint, {}).values())
+            return self._store_endpoint_at(*unpack_arguments(_PAIR, endpoint, {}).values())
         store, rank = optional(endpoint, "store"), optional(endpoint, "rank")
         if store is MISSING or rank is MISSING:
             raise ConfigurationError(f"a worker's address is (store, rank), not of type {type(endpoint).__name__}.")

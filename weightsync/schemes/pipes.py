@@ -92,8 +92,8 @@ class PipeScheme(WeightSyncScheme):
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes made here."""
         if self._creates_links_at_connect(given, context):
-            return self._own_pipes(given)
-        pipes = _listed(given_or_found(given, context, "pipes"))
+            return self._make_pipes(given)
+        pipes = _require_pipe_list(given_or_found(given, context, "pipes"))
         count = given_or_found(given, context, "num_workers")
         if count not in (None, len(pipes)):
             raise ConfigurationError(
@@ -107,7 +107,7 @@ class PipeScheme(WeightSyncScheme):
         use."""
         return "pipes" not in given and ("ctx" in given or given_or_found(given, context, "pipes") is None)
 
-    def _own_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:
+    def _make_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:
         if "num_workers" not in given:
             raise ConfigurationError(
                 "init_on_sender() needs pipes= (the trainer's end of one multiprocessing.Pipe() per worker), or the "
@@ -200,25 +200,25 @@ class PipeScheme(WeightSyncScheme):
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link over a pipe's end, or an object whose ``.pipe`` is that: see `WeightSyncScheme.create_link`."""
-        if self._goes_by_transport(endpoint):
+        if self._uses_transport(endpoint):
             return super().create_link(endpoint, model_id, peer)
         payloads = Payloads.INLINE if self._delta else Payloads.SHARED
         return PipeLink(connection_of(endpoint), model_id, peer=peer, payloads=payloads, opener=open_slot)
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` the one link of this worker's pipe: see `WeightSyncScheme.listen`."""
-        if self._goes_by_transport(endpoint):
+        if self._uses_transport(endpoint):
             return super().listen(endpoint, model_id, accept)
         accept(self.create_link(endpoint, model_id, "the sender"))
         return nothing_to_stop
 
     def user_messages(self, endpoint: Any) -> UserMessages:
         """The user's own messages on the pipe."""
-        if self._goes_by_transport(endpoint):
+        if self._uses_transport(endpoint):
             return super().user_messages(endpoint)
         return UserMessages(Channel.of(connection_of(endpoint)))
 
-    def _goes_by_transport(self, endpoint: Any) -> bool:
+    def _uses_transport(self, endpoint: Any) -> bool:
         """Whether a transport creates the links: ``endpoint`` is one, or a user's subclass makes its own."""
         overridden = not type(self).create_transport.__module__.startswith("weightsync.schemes.")
         return overridden or isinstance(endpoint, BareTransport | LinkTransport)
@@ -246,7 +246,7 @@ class MultiProcessWeightSyncScheme(PipeScheme):
     _carries_deltas = True
 
 
-def _listed(pipes: Any) -> list[Any]:
+def _require_pipe_list(pipes: Any) -> list[Any]:
     """The pipes, one for each worker. Raises ConfigurationError: this is not a list of them."""
     given = None if isinstance(pipes, Mapping) else items_of(pipes)
     if given is None:

@@ -33,7 +33,7 @@ from weightsync.schemes.peers.ray_actors import (
     tensor_transport_of,
 )
 from weightsync.schemes.ray_server import ActorReceiver, ActorSender, ActorServer, actor_server_of, require_actor
-from weightsync.schemes.relay import is_torchrls
+from weightsync.schemes.relay import is_torchrl_collector
 from weightsync.schemes.sources import given_or_found
 from weightsync.schemes.worker_set import refuse_repeated
 from weightsync.transports.base import Link
@@ -114,7 +114,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
         At `init_on_sender` no weightsync receiver listens in them yet.
         """
-        return is_torchrls(context)
+        return is_torchrl_collector(context)
 
     def _actors(self, given: Mapping[str, Any], context: Any) -> list[Any]:
         for name in ("remote_collectors", "actor_refs", "actors"):
@@ -181,7 +181,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         one of them failed in its first update.
         """
         connected = self.synchronized_on_sender or self.synchronized_on_receiver
-        if not (connected and is_torchrls(self.context)):
+        if not (connected and is_torchrl_collector(self.context)):
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
     def _await_first(self, receiver: WeightReceiver, background: Background, deadline: Deadline) -> None:
@@ -257,7 +257,7 @@ def methods_for(strategy: WeightStrategy) -> tuple[str, ...]:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _never_twice(function: _Function) -> _Function:
+def _without_task_retries(function: _Function) -> _Function:
     # This is what Ray's own decorator sets. Using the decorator would import Ray whenever weightsync is imported.
     function.__dict__["__ray_max_task_retries__"] = 0
     return function
@@ -307,7 +307,7 @@ class WeightSyncActor:
                 RayWeightSyncScheme(key=self.weight_key).init_on_worker(model_id, context=self)
         return actor_server
 
-    @_never_twice
+    @_without_task_retries
     def _weightsync_call(  # noqa: PLR0917 - positional arguments cost Ray less
         self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
     ) -> Frames:

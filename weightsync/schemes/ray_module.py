@@ -24,7 +24,7 @@ from weightsync.weights.model_path import _resolve_model
 from weightsync.weights.strategy import WeightStrategy
 
 #: The worker id of the one actor.
-ONLY = 0
+ONLY_WORKER = 0
 
 
 class RayModuleTransformSender(ActorSender):
@@ -70,8 +70,8 @@ class RayModuleTransformSender(ActorSender):
         Raises:
             ConfigurationError: (a ValueError) no actor is found.
         """
-        if ONLY not in self.worker_ids and self.found_actor is None:
-            self.add_worker(ONLY, self._scheme.actor(self._context(), self._model_id))
+        if ONLY_WORKER not in self.worker_ids and self.found_actor is None:
+            self.add_worker(ONLY_WORKER, self._scheme.actor(self._context(), self._model_id))
 
 
 #: The receiver in the actor.
@@ -135,7 +135,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         if actor is not None and found is not None and found != actor:
             raise ConfigurationError(
                 "set_transform(): the weights go to the actor of another transform already. To send them to this one "
-                f"from now on, call the sender's add_worker({ONLY}, actor). Nothing has changed."
+                f"from now on, call the sender's add_worker({ONLY_WORKER}, actor). Nothing has changed."
             )
         self._transform = ray_transform
 
@@ -151,16 +151,21 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Raises:
             ConfigurationError: (a ValueError) there is none, or there are several.
         """
-        for found in (self._transform, self._sender_side.given.get("ray_transform"), context, _at(context, model_id)):
+        for found in (
+            self._transform,
+            self._sender_side.given.get("ray_transform"),
+            context,
+            _resolve_or_none(context, model_id),
+        ):
             actor = self._actor_behind(found)
             if actor is not None:
                 return actor
-        actors = self._single(context, model_id)
+        actors = self._require_actors(context, model_id)
         if len(actors) != 1:
             raise ConfigurationError(f"There are {len(actors)} actors, but a transform has one. Nothing was sent.")
         return actors[0]
 
-    def _single(self, context: Any, model_id: str) -> list[Any]:
+    def _require_actors(self, context: Any, model_id: str) -> list[Any]:
         try:
             return self._actors(self._sender_side.given, context)
         except ConfigurationError as error:
@@ -207,7 +212,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         return RayModuleTransformSender(self)
 
 
-def _at(context: Any, path: str) -> Any:
+def _resolve_or_none(context: Any, path: str) -> Any:
     """The object at a path on a context, or None."""
     if context is None:
         return None

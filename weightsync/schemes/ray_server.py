@@ -132,7 +132,7 @@ class ActorServer:
             LayoutError: weights have arrived, and the model has no data yet (meta, uninitialised).
         """
         try:
-            return self._decided(parcel, lost)
+            return self._answer_call(parcel, lost)
         except _OutOfOrderCall as early:
             return [early.mark + str(early).encode()]
         except BaseException:
@@ -140,7 +140,7 @@ class ActorServer:
             self._call_server.drop(parcel)
             raise
 
-    def _decided(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
+    def _answer_call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
         self._require_known(parcel)
         answer = self._call_server.submit(parcel)
         if isinstance(answer, CallRefused):
@@ -156,14 +156,14 @@ class ActorServer:
             # A model, or its data, may be made after the trainer's handshake, which is every link's first call: the
             # handshake is then answered with the first weights.
             if parcel.number:
-                return self._rejected(parcel, error)
+                return self._reject_link(parcel, error)
             # Another call may have the receiver answer at any moment: each answer is returned now or later, not twice.
             unanswered = [answer for answer in answers if not answer.done()]
             self._unanswered[parcel.link] = unanswered
             answers = [answer for answer in answers if answer not in unanswered]
         return [frame for answer in answers if answer.done() for frame in answer.result()]
 
-    def _rejected(self, parcel: Parcel, error: WeightSyncError) -> Frames:
+    def _reject_link(self, parcel: Parcel, error: WeightSyncError) -> Frames:
         """Reject a link whose model is not in this actor, if other models are.
 
         Raises WeightSyncError: the error given: there are no other models, or the answer would have to be sealed.
@@ -178,21 +178,21 @@ class ActorServer:
 
     def _require_known(self, parcel: Parcel) -> None:
         """Refuse a link whose first call has not arrived. The sender knows whether that means a restart."""
-        patience = Deadline(0.0 if _in_order() else STEP)
+        patience = Deadline(0.0 if _calls_arrive_in_order() else STEP)
         while parcel.number and not self._call_server.knows(parcel.link):
             if patience.passed:
                 reason = (
                     f"this actor does not know the sender that calls for {self.model_id!r}: the actor was restarted. "
                     "add_worker() makes a new handshake."
                 )
-                raise TransportError(reason) if _in_order() else _OutOfOrderCall(reason, UNKNOWN)
+                raise TransportError(reason) if _calls_arrive_in_order() else _OutOfOrderCall(reason, UNKNOWN)
             threading.Event().wait(STEP)
 
     def _decide(self, parcel: Parcel, answer: Answer) -> None:
         # A serial actor runs no earlier call while it waits, and with a key that one may be repeated behind this one.
-        threaded = not _in_order() and not _on_a_loop()
+        threaded = not _calls_arrive_in_order() and not _is_on_event_loop()
         ordered = Deadline(PATIENCE_FOR_ORDER if threaded else STEP)
-        loop = Deadline(PATIENCE_OF_LOOP if _on_a_loop() else None)
+        loop = Deadline(PATIENCE_OF_LOOP if _is_on_event_loop() else None)
         timeout = 0.0
         while not answer.done():
             self._drive(answer, timeout)
@@ -214,7 +214,7 @@ class ActorServer:
         if self.receiver is None:
             concurrent.futures.wait([answer], timeout=STEP)
             return
-        if not _in_order():
+        if not _calls_arrive_in_order():
             self._guard_forwards(self.receiver)
         try:
             self.receiver.receive(timeout=timeout)
@@ -249,7 +249,7 @@ class ActorServer:
                 self._unguarded = receiver.model
 
 
-def _on_a_loop() -> bool:
+def _is_on_event_loop() -> bool:
     """Whether this is an async actor's event loop, which must not be blocked for long."""
     try:
         asyncio.get_running_loop()
@@ -258,9 +258,9 @@ def _on_a_loop() -> bool:
     return True
 
 
-def _in_order() -> bool:
+def _calls_arrive_in_order() -> bool:
     """Whether calls arrive in the order in which they began: Ray runs a serial actor's calls in its main thread."""
-    return threading.current_thread() is threading.main_thread() and not _on_a_loop()
+    return threading.current_thread() is threading.main_thread() and not _is_on_event_loop()
 
 
 def require_actor() -> None:

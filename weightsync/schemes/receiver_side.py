@@ -15,8 +15,8 @@ from weightsync.errors import AckTimeoutError, ConfigurationError, WeightSyncErr
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import await_own_workers
-from weightsync.schemes.relay import is_torchrls, relay_call
-from weightsync.schemes.rendezvous import Rendezvous, initialised_already, not_initialised
+from weightsync.schemes.relay import is_torchrl_collector, relay_call
+from weightsync.schemes.rendezvous import Rendezvous, already_initialised_error, not_initialised_error
 from weightsync.weights.loader import Loader
 from weightsync.weights.selection import Selection
 from weightsync.weights.strategy import WeightStrategy
@@ -36,12 +36,12 @@ class ReceiverSide:
     def require_uninitialized(self) -> None:
         """Raises StateError: this side was initialised before; it may be closed by now."""
         if self.receiver is not None:
-            raise initialised_already(self.receiver, "worker", "init_on_worker", "get_receiver")
+            raise already_initialised_error(self.receiver, "worker", "init_on_worker", "get_receiver")
 
     def require_receiver(self, asked: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""
         if self.receiver is None:
-            raise not_initialised("uninitialized on the worker", asked, "init_on_worker", "init_on_receiver")
+            raise not_initialised_error("uninitialized on the worker", asked, "init_on_worker", "init_on_receiver")
         return self.receiver
 
     @property
@@ -85,10 +85,10 @@ class ReceiverSide:
         def sender_has_none() -> bool:
             return driver.greeting is not None and not driver.greeting.layout and not driver.greeting.version
 
-        def met() -> bool:
+        def is_settled() -> bool:
             return receiver.version is not None or background.decided or sender_has_none()
 
-        if not background.wait_until(met, deadline):
+        if not background.wait_until(is_settled, deadline):
             why = "the sender has not connected, or has not sent"
             if driver.data.decided is not None and receiver.last_refusal:
                 why = f"the last one was refused ({receiver.last_refusal.rstrip('.')}), and the sender sends none again"
@@ -116,18 +116,18 @@ class ReceiverSide:
         relay = relay_call(context, receiver.model_id)
         if relay is None or isinstance(receiver.model, Loader):
             return None  # a loader has the weights: passing them on is up to the loader
-        form = WeightStrategy("tensordict") if is_torchrls(context) else strategy
+        form = WeightStrategy("tensordict") if is_torchrl_collector(context) else strategy
 
         def weights() -> Any:
             if receiver.version is None:
                 raise WeightSyncError("other weights took its place in this worker before it was passed on")
             return form.extract_weights(receiver.target().destination)
 
-        def relayed() -> SyncReport | None:
+        def relay_version() -> SyncReport | None:
             await_own_workers(context, receiver.model_id)
             return relay(receiver.version, weights)
 
-        return relayed
+        return relay_version
 
     def receive(self, timeout: float | None, strategy: WeightStrategy, chosen: Selection | None) -> Any:
         """The chosen weights that the model holds now, or a loader's version; None if no new version went live.

@@ -66,7 +66,7 @@ def scheme_of(backend: str) -> type[Any]:
     if name not in _HOMES:
         installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
         if name in installed:
-            return _loaded(installed[name])
+            return _load_entry_point(installed[name])
         known = sorted({*_HOMES, *_ALIASES, *_registered, *installed})
         raise ConfigurationError(f"Unsupported weight-sync backend {backend!r}: choose one of {', '.join(known)}.")
     module, scheme = _HOMES[name]
@@ -74,7 +74,7 @@ def scheme_of(backend: str) -> type[Any]:
     return found
 
 
-def _loaded(point: EntryPoint) -> type[Any]:
+def _load_entry_point(point: EntryPoint) -> type[Any]:
     try:
         found: type[Any] = point.load()
     except (ImportError, AttributeError) as error:

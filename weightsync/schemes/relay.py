@@ -20,12 +20,12 @@ _SCHEMES = "_weight_sync_schemes"
 _COUNTER = "policy_version_tracker"
 
 
-def is_torchrls(context: Any) -> bool:
+def is_torchrl_collector(context: Any) -> bool:
     """Whether this is a TorchRL collector with schemes to its workers: these take weights as a TensorDict."""
     return context is not None and optional(context, _SCHEMES) is not MISSING
 
 
-def leads_on(context: Any, model_id: str) -> bool:
+def has_worker_scheme(context: Any, model_id: str) -> bool:
     """Whether this is a TorchRL collector with a scheme to its own workers for that model."""
     schemes = MISSING if context is None else optional(context, _SCHEMES)
     return schemes is not MISSING and bool(schemes) and model_id in schemes
@@ -40,18 +40,20 @@ def relay_call(context: Any, model_id: str) -> RelayWeights | None:
     """
     if context is None or optional(context, "update_policy_weights_") is MISSING:
         return None
-    if optional(context, _SCHEMES) is MISSING or leads_on(context, model_id):
-        return lambda version, weights: _guarded(model_id, version, lambda: _update(context, model_id, weights()))
+    if optional(context, _SCHEMES) is MISSING or has_worker_scheme(context, model_id):
+        return lambda version, weights: _call_and_report(
+            model_id, version, lambda: _update(context, model_id, weights())
+        )
     if optional(context, _COUNTER) in (MISSING, None):
         return None
-    return lambda version, _: _guarded(model_id, version, context.increment_version)
+    return lambda version, _: _call_and_report(model_id, version, context.increment_version)
 
 
 def _update(context: Any, model_id: str, weights: Any) -> Any:
     return context.update_policy_weights_(model_id=model_id, policy_or_weights=weights)
 
 
-def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> SyncReport | None:
+def _call_and_report(model_id: str, version: int | None, call: Callable[[], Any]) -> SyncReport | None:
     """Call the user's method, and return the outcome.
 
     Returns:
@@ -61,9 +63,9 @@ def _guarded(model_id: str, version: int | None, call: Callable[[], Any]) -> Syn
     try:
         found = _run(call)
     except SyncError as error:
-        return error.report if isinstance(error.report, SyncReport) else _unknown(model_id, version, error)
+        return error.report if isinstance(error.report, SyncReport) else _unknown_outcome(model_id, version, error)
     except Exception as error:  # noqa: BLE001 - a user's method may raise anything, and the sender is notified
-        return _unknown(model_id, version, error)
+        return _unknown_outcome(model_id, version, error)
     return found if isinstance(found, SyncReport) else None
 
 
@@ -74,7 +76,7 @@ def _run(call: Callable[[], Any]) -> Any:
     return found
 
 
-def _unknown(model_id: str, version: int | None, error: Exception) -> SyncReport:
+def _unknown_outcome(model_id: str, version: int | None, error: Exception) -> SyncReport:
     outcome = Outcome(
         kind=OutcomeKind.ABANDONED,
         reason=f"relaying it raised {error!r}: which of the worker's own workers were updated is not known",

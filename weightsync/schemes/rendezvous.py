@@ -52,7 +52,7 @@ class Rendezvous:
         if self._state is not ConnectState.NOT_CONNECTED:
             if participant is not None:
                 participant.require_open("connect")
-            raise self._refused("connect", ["send", "receive", "shutdown"], _ONCE)
+            raise self._state_error("connect", ["send", "receive", "shutdown"], _ONCE)
         self._state = ConnectState.CONNECTING
         try:
             yield
@@ -65,13 +65,13 @@ class Rendezvous:
         """Raises StateError: this side has not connected; or its sender or receiver was closed before it had."""
         if not self.is_connected:
             participant.require_open(asked)
-            raise self._refused(asked, ["connect"])
+            raise self._state_error(asked, ["connect"])
 
-    def _refused(self, asked: str, allowed: list[str], hint: str = "") -> StateError:
+    def _state_error(self, asked: str, allowed: list[str], hint: str = "") -> StateError:
         return StateError(f"scheme ({self._side.value})", self._state.value, asked, allowed, hint)
 
 
-def not_initialised(state: str, asked: str, *allowed: str) -> StateError:
+def not_initialised_error(state: str, asked: str, *allowed: str) -> StateError:
     """The error of a scheme, or of one side of it, that was not initialised in this process.
 
     Args:
@@ -84,7 +84,7 @@ def not_initialised(state: str, asked: str, *allowed: str) -> StateError:
     return StateError("scheme", state, asked, allowed, hint)
 
 
-def initialised_already(participant: Participant, side: str, asked: str, allowed: str) -> StateError:
+def already_initialised_error(participant: Participant, side: str, asked: str, allowed: str) -> StateError:
     """The error of a side that is to be initialised a second time.
 
     Args:

@@ -14,7 +14,7 @@ from weightsync.engine.receiver import WeightReceiver
 from weightsync.errors import ConfigurationError
 from weightsync.keys import SharedKey
 from weightsync.options import Verify, WireDtype
-from weightsync.schemes.arguments import one_by_one
+from weightsync.schemes.arguments import unpack_arguments
 from weightsync.schemes.base import WeightSyncScheme
 from weightsync.schemes.collector_kinds import WorkerKind
 from weightsync.schemes.facade_services import torchrl_transport
@@ -68,8 +68,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One worker each, from ``collector_infos=`` and ``collector_rrefs=``, or the context's."""
-        infos = _listed(given_or_found(given, context, "collector_infos"), "collector_infos")
-        rrefs = _listed(given_or_found(given, context, "collector_rrefs"), "collector_rrefs")
+        infos = _require_list(given_or_found(given, context, "collector_infos"), "collector_infos")
+        rrefs = _require_list(given_or_found(given, context, "collector_rrefs"), "collector_rrefs")
         kind = given_or_found(given, context, "collector_class")
         if infos is None and rrefs is None:
             raise ConfigurationError(
@@ -86,7 +86,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             if many not in (None, count):
                 raise ConfigurationError(f"{name}: {many}, but there are {count} workers: give one per worker.")
         found = {worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)}
-        return {worker: _reachable(collector, f"worker {worker}") for worker, collector in found.items()}
+        return {worker: _resolve_worker(collector, f"worker {worker}") for worker, collector in found.items()}
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to a worker.
@@ -126,7 +126,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: something is given twice, or the tuple has another length.
         """
         apart = {"collector_info": collector_info, "collector_rref": collector_rref, "collector_class": collector_class}
-        found = one_by_one(COLLECTOR, pipe_or_context, apart)
+        found = unpack_arguments(COLLECTOR, pipe_or_context, apart)
         return torchrl_transport("RPCTransport")(
             **found, worker_rank=worker_rank, strategy=self.strategy, key=self._key
         )
@@ -157,7 +157,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             super()._await_first(receiver, background, deadline)
 
 
-def _listed(given: Any, name: str) -> list[Any] | None:
+def _require_list(given: Any, name: str) -> list[Any] | None:
     """One entry for each worker, or None. Raises ConfigurationError: this is not a list."""
     if given is None:
         return None
@@ -166,7 +166,7 @@ def _listed(given: Any, name: str) -> list[Any] | None:
     return list(given)
 
 
-def _reachable(collector: Collector, peer: str) -> Collector:
+def _resolve_worker(collector: Collector, peer: str) -> Collector:
     """The collector, with the worker as RPC knows it, so that it compares equal however it was named.
 
     Raises ConfigurationError: it cannot be reached. No link has been created, so valid ones can be given again.

@@ -20,7 +20,7 @@ from weightsync.protocol._tables import State
 from weightsync.protocol.machine import Role
 from weightsync.protocol.report import SyncReport
 from weightsync.schemes.collector_kinds import WorkerKind, collector_processes, has_processes, refuse_out_of_reach
-from weightsync.schemes.rendezvous import Rendezvous, initialised_already, not_initialised
+from weightsync.schemes.rendezvous import Rendezvous, already_initialised_error, not_initialised_error
 from weightsync.schemes.sources import SET_MODEL, checked, processes_of, refuse_shards, registered
 from weightsync.schemes.worker_set import (
     Groups,
@@ -45,10 +45,10 @@ _ALWAYS: Final = (
     *("weights", "params_map", "devices", "device_map_fn", "ctx", "names", "check_finite"),
 )
 #: Those that say what a send without weights sends.
-_SAYING_WHAT: Final = frozenset({"model", "source_model", "cached_weights", "weights", "params_map"})
+_WEIGHT_ARGUMENTS: Final = frozenset({"model", "source_model", "cached_weights", "weights", "params_map"})
 
 
-class Sending(Protocol):
+class SenderScheme(Protocol):
     """What the trainer's side needs of its scheme."""
 
     sync: bool
@@ -100,7 +100,7 @@ class SenderSetup:
 class SenderSide:
     """The trainer's side of one scheme. It is initialised once."""
 
-    def __init__(self, scheme: Sending) -> None:
+    def __init__(self, scheme: SenderScheme) -> None:
         self._scheme = scheme
         self.rendezvous = Rendezvous(Role.SENDER)
         self.sender: WeightSender | None = None
@@ -116,7 +116,7 @@ class SenderSide:
     def require_uninitialized(self) -> None:
         """Raises StateError: this side was initialised before; it may be closed by now."""
         if self.sender is not None:
-            raise initialised_already(self.sender, "sender", "init_on_sender", "get_sender")
+            raise already_initialised_error(self.sender, "sender", "init_on_sender", "get_sender")
 
     def read(self, model_id: str, context: Any, kwargs: Mapping[str, Any]) -> SenderSetup:
         """Read the arguments of `init_on_sender`.
@@ -145,7 +145,7 @@ class SenderSide:
     def _with_set_model(self, given: dict[str, Any]) -> dict[str, Any]:
         """The keywords given, with the model that was set before, unless they say what to send."""
         model = self.given.get(SET_MODEL)
-        if model is None or given.keys() & _SAYING_WHAT:
+        if model is None or given.keys() & _WEIGHT_ARGUMENTS:
             return given
         return {**given, "model": model, SET_MODEL: model}
 
@@ -171,7 +171,7 @@ class SenderSide:
     def require_sender(self, asked: str) -> WeightSender:
         """The sender. Raises StateError: this side is not initialised."""
         if self.sender is None:
-            raise not_initialised("uninitialized on the sender", asked, "init_on_sender")
+            raise not_initialised_error("uninitialized on the sender", asked, "init_on_sender")
         return self.sender
 
     @property
@@ -200,7 +200,7 @@ class SenderSide:
         sender.require_open("connect")
         if weights is None:
             weights = self.worker_set.weights or None
-        has_weights = weights is not None or self._registered() is not None
+        has_weights = weights is not None or self._registered_weights() is not None
         groups = self._scheme._groups(weights, None) if has_weights else []
         if sender.state is State.UNINITIALIZED:
             sender.connect(fence=self.given.get("fence"), weights=groups[0][0] if groups else None)
@@ -225,7 +225,7 @@ class SenderSide:
         """Weights, and the workers that get them (None: all)."""
         sender = self.require_sender("send")
         of_init = self.worker_set.weights
-        if of_init and (weights is of_init or (weights is None and self._registered() is None)):
+        if of_init and (weights is of_init or (weights is None and self._registered_weights() is None)):
             there = {*sender.worker_ids, *(worker_ids or ())}  # some may have left since
             own: Mapping[int, Any] | None = {worker: each for worker, each in of_init.items() if worker in there}
         else:
@@ -241,7 +241,7 @@ class SenderSide:
         read = read_weights if self.selection is None else self.selection.read
         return groups_of(own, worker_ids, sender.worker_ids, prepared, read)
 
-    def _registered(self) -> Any:
+    def _registered_weights(self) -> Any:
         return self._scheme._found(self.require_sender("send").model_id, self._scheme._context())
 
     def settle(self) -> None:

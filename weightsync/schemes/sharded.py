@@ -133,7 +133,7 @@ def _agree_on_sender(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWei
 def _gather(ranks: _Ranks, weights: ShardedWeights, sends: bool) -> dict[str, Any]:
     """The whole tensors by name, on the rank that sends; empty on the others."""
     whole: dict[str, Any] = {}
-    with ranks.limited(*weights.groups) as limit, _explaining("gather the weights", "Nothing was sent"):
+    with ranks.limited(*weights.groups) as limit, _explain_collective_errors("gather the weights", "Nothing was sent"):
         for name, tensor in weights.gather(limit):
             if sends:
                 whole[name] = tensor.cpu()
@@ -193,7 +193,10 @@ class _Ranks:
         """What each rank sent, in the order of the ranks; all send the same number of bytes."""
         mine = self._tensor(own)
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        with self.limited(self._group) as limit, _explaining("compare what the ranks hold", "Nothing was sent"):
+        with (
+            self.limited(self._group) as limit,
+            _explain_collective_errors("compare what the ranks hold", "Nothing was sent"),
+        ):
             limit()
             dist.all_gather(found, mine, group=self._group)
         return [bytes(each.cpu().numpy()) for each in found]
@@ -217,7 +220,10 @@ class _Ranks:
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         unknown = "Whether the version was sent is known on that rank only"
-        with self.limited(self._group) as limit, _explaining(f"learn the result of the send from rank {root}", unknown):
+        with (
+            self.limited(self._group) as limit,
+            _explain_collective_errors(f"learn the result of the send from rank {root}", unknown),
+        ):
             limit(GRACE)
             dist.broadcast(tensor, group=self._group, group_src=root)
         return tensor
@@ -254,7 +260,7 @@ class _Limit:
 
 
 @contextlib.contextmanager
-def _explaining(what: str, known: str) -> Iterator[None]:
+def _explain_collective_errors(what: str, known: str) -> Iterator[None]:
     """Raise TransportError for a collective that failed: torch raises a RuntimeError of its own."""
     try:
         yield

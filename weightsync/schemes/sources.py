@@ -12,7 +12,7 @@ from torch import nn
 from weightsync.engine.arguments import require_worker_id
 from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, ModelPathError
-from weightsync.schemes.relay import is_torchrls, leads_on
+from weightsync.schemes.relay import has_worker_scheme, is_torchrl_collector
 from weightsync.transports.wakeup import AwaitedProcess
 from weightsync.weights.extra_state import PerClass
 from weightsync.weights.loader import Loader
@@ -86,7 +86,7 @@ def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> A
         raise ConfigurationError(
             "init_on_worker() and init_on_receiver() need model=, loader=, or a context on which model_id is resolved."
         )
-    if leads_on(context, model_id) and _from_path(given, context, model_id) is MISSING:
+    if has_worker_scheme(context, model_id) and _from_path(given, context, model_id) is MISSING:
         return Relay()
     return model_id
 
@@ -124,7 +124,7 @@ def registered(
 ) -> Any:
     """What a send without weights sends: the first of the sources below that has weights; None: none has."""
     sources = _SOURCES if context is not None else _WITHOUT_CONTEXT
-    for source in (_set_later, *sources) if SET_MODEL in given else sources:
+    for source in (_from_set_model, *sources) if SET_MODEL in given else sources:
         found = source(given, context, model_id)
         if found is None or found is MISSING or (unfit is not None and unfit(found)):
             continue
@@ -147,11 +147,11 @@ def refuse_shards(given: Mapping[str, Any]) -> None:
             )
 
 
-def _set_later(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_set_model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     return given.get(SET_MODEL)
 
 
-def _cached(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_cached_weights(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     if given.get("cached_weights") is not None:
         return given["cached_weights"]
     get = optional(context, "get_cached_weights")
@@ -165,11 +165,11 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
     try:
         return get_model(model_id)
     except ValueError:
-        if not is_torchrls(context):
+        if not is_torchrl_collector(context):
             raise
         return MISSING  # a TorchRL collector that has a policy_factory and no policy
     except (AttributeError, LookupError, TypeError) as error:  # raised by a TorchRL collector without that path
-        if not is_torchrls(context):
+        if not is_torchrl_collector(context):
             if not isinstance(error, KeyError):
                 raise
             raise ModelPathError(  # a trainer is shown no more than its text
@@ -177,7 +177,7 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
                 "it return the model of that name, or give both sides the model_id of a model that it returns.",
                 model_id,
             ) from error
-        if _at_init(given, context, model_id) is not MISSING:
+        if _from_init_arguments(given, context, model_id) is not MISSING:
             return MISSING
         raise ModelPathError(
             f"a {type(context).__name__} has no model {model_id!r} ({error}): a key of weight_sync_schemes= is "
@@ -196,7 +196,7 @@ def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
         return MISSING
 
 
-def not_at_path(context: Any, model_id: str) -> str:
+def missing_path_reason(context: Any, model_id: str) -> str:
     """Why a context has no model at the path that the model's id is, for messages; empty without a context."""
     try:
         if context is not None:
@@ -206,11 +206,11 @@ def not_at_path(context: Any, model_id: str) -> str:
     return ""
 
 
-def _fallback(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_fallback_policy(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     return optional(context, "_fallback_policy") if model_id == "policy" else MISSING
 
 
-def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_init_arguments(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
     for name in _GIVEN:
         if given.get(name) is not None:
             return given[name]
@@ -218,5 +218,5 @@ def _at_init(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
 
 
 _GIVEN = ("cached_weights", "model", "source_model", "weights")
-_SOURCES = (_cached, _from_get_model, _from_path, _fallback, _at_init)
-_WITHOUT_CONTEXT = (_at_init,)
+_SOURCES = (_from_cached_weights, _from_get_model, _from_path, _from_fallback_policy, _from_init_arguments)
+_WITHOUT_CONTEXT = (_from_init_arguments,)

@@ -54,9 +54,9 @@ def send_to_groups(
                 if not reports:
                     raise
                 errors.append(error)
-    merged = _merged(reports)
+    merged = _merge_reports(reports)
     if errors:
-        raise _with_notes(errors, merged)
+        raise _combine_errors(errors, merged)
     if failing is OnFailure.RAISE:
         merged.raise_on_failure()
     return merged
@@ -72,7 +72,7 @@ def _send_reporting(send: Send, group: tuple[Any, list[int]], deadline: Deadline
         return error.report
 
 
-def _with_notes(errors: Sequence[WeightSyncError], merged: SyncReport) -> WeightSyncError:
+def _combine_errors(errors: Sequence[WeightSyncError], merged: SyncReport) -> WeightSyncError:
     """The first of the errors, with notes: the other errors, and what was sent to the other groups."""
     first, *others = errors
     for other in others:
@@ -81,35 +81,35 @@ def _with_notes(errors: Sequence[WeightSyncError], merged: SyncReport) -> Weight
     return first
 
 
-def _merged(reports: Sequence[SyncReport]) -> SyncReport:
+def _merge_reports(reports: Sequence[SyncReport]) -> SyncReport:
     """One report of several, with their newest ``version``."""
     versions = [report.version for report in reports if report.version is not None]
     return replace(
         reports[-1],
         version=max(versions, default=None),
-        outcomes=dict(sorted(_united(reports, "outcomes").items())),
+        outcomes=dict(sorted(_merge_field(reports, "outcomes").items())),
         nbytes=sum(report.nbytes for report in reports),
-        payload_nbytes=_united(reports, "payload_nbytes"),
+        payload_nbytes=_merge_field(reports, "payload_nbytes"),
         pack_s=sum(report.pack_s for report in reports),
         connect_s=sum(report.connect_s for report in reports),
         transfer_s=sum(report.transfer_s for report in reports),
         apply_s=max(report.apply_s for report in reports),
-        superseded=_united(reports, "superseded"),
-        not_caught_up=_united(reports, "not_caught_up"),
-        previous=functools.reduce(_before, (report.previous for report in reports)),
-        left=_united(reports, "left"),
-        reported_before=_united(reports, "reported_before"),
+        superseded=_merge_field(reports, "superseded"),
+        not_caught_up=_merge_field(reports, "not_caught_up"),
+        previous=functools.reduce(_chain_reports, (report.previous for report in reports)),
+        left=_merge_field(reports, "left"),
+        reported_before=_merge_field(reports, "reported_before"),
     )
 
 
-def _united(reports: Sequence[SyncReport], name: str) -> dict[int, Any]:
+def _merge_field(reports: Sequence[SyncReport], name: str) -> dict[int, Any]:
     """What a field of the reports says about each worker."""
     return {worker: said for report in reports for worker, said in getattr(report, name).items()}
 
 
-def _before(earlier: SyncReport | None, later: SyncReport | None) -> SyncReport | None:
+def _chain_reports(earlier: SyncReport | None, later: SyncReport | None) -> SyncReport | None:
     """Two reports of updates before this one, as one chain."""
-    return earlier if later is None else replace(later, previous=_before(earlier, later.previous))
+    return earlier if later is None else replace(later, previous=_chain_reports(earlier, later.previous))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +219,12 @@ def groups_of(
             f"weights were given per worker, but {' and '.join(faults)}. Nothing was sent. Name the workers by "
             "worker_ids=, or set the scheme's per_worker_weights if a send may leave workers out."
         )
-    return _grouped({worker: prepare(own[worker]) for worker in wanted}, read)
+    return _group_by_weights({worker: prepare(own[worker]) for worker in wanted}, read)
 
 
-def _grouped(weights: Mapping[int, Any], read: Callable[[object], Weights]) -> list[tuple[Any, list[int] | None]]:
+def _group_by_weights(
+    weights: Mapping[int, Any], read: Callable[[object], Weights]
+) -> list[tuple[Any, list[int] | None]]:
     same: dict[int, list[int]] = {}
     for worker, own in weights.items():
         same.setdefault(id(own), []).append(worker)

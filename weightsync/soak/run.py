@@ -160,7 +160,7 @@ class Soak:
         self._scheme = MAKE[scheme]()
         self._does: dict[Action, Callable[[], object]] = {
             Action.SEND: lambda: self._send(),  # noqa: PLW0108 - its arguments have defaults
-            Action.SUBSET: lambda: self._send(self._some()),
+            Action.SUBSET: lambda: self._send(self._pick_workers()),
             Action.ASYNC: self._overlap,
             Action.SUPERSEDE: self._supersede,
             Action.ABANDON: self._abandon,
@@ -218,7 +218,7 @@ class Soak:
     def _end_all(self) -> None:
         for index, member in self._members.items():
             self._ask(index, Request.LOOK)
-            self._look_back(index)
+            self._count_last_reads(index)
             self._setup.dismiss(member)
         for member in self._members.values():
             member.worker.join(PROCESS_S)
@@ -229,9 +229,9 @@ class Soak:
         self._scheme = MAKE[self._name]()  # the closed one and its sender know the store, which is this process's
         self._sender = None
         self._setup.close()
-        self.tally.after = self._settled()
+        self.tally.after = self._settled_usage()
 
-    def _settled(self) -> Usage:
+    def _settled_usage(self) -> Usage:
         """What is still held once threads that end by themselves have ended: a store's wait for its answers."""
         until = time.monotonic() + PROCESS_S
         usage = Usage.now()
@@ -284,7 +284,7 @@ class Soak:
 
     def _kill(self) -> None:
         """Kill a worker, sometimes during a send; it is LOST, the others are served, and it is started again."""
-        index = self._one()
+        index = self._pick_worker()
         worker = self._members[index].worker
         if self._random.random() < 0.5:
             worker.kill()
@@ -293,14 +293,14 @@ class Soak:
             killer.start()
         self._send(may={index: _MAY_DIE})
         worker.join(PROCESS_S)
-        self._look_back(index)
+        self._count_last_reads(index)
         del self._members[index]
         worker.close()
         self._add(index, self._start(index))
 
     def _stop(self) -> None:
         """Stop a worker until the send has timed out, and let it continue."""
-        index = self._one()
+        index = self._pick_worker()
         pid = self._members[index].worker.pid
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -311,7 +311,7 @@ class Soak:
 
     def _refuse(self) -> None:
         """Let a worker refuse: it serves what it served before, and says why."""
-        index = self._one()
+        index = self._pick_worker()
         self._send()  # an update that was given up may still be in flight
         self._ask(index, Request.REFUSE_NEXT)
         report = self._send(may={index: _REFUSED})
@@ -320,7 +320,7 @@ class Soak:
 
     def _relink(self) -> None:
         """Give a worker that lives a new link: it catches up over it."""
-        index = self._one()
+        index = self._pick_worker()
         self._add(index, self._setup.relink(index, self._members[index]))
 
     def _add(self, index: int, endpoint: Any) -> None:
@@ -338,10 +338,10 @@ class Soak:
 
     # --------------------------------------------------------------------------------------------- judging
 
-    def _one(self) -> int:
+    def _pick_worker(self) -> int:
         return self._random.choice(list(self._members))
 
-    def _some(self) -> list[int]:
+    def _pick_workers(self) -> list[int]:
         return self._random.sample(list(self._members), self._random.randint(1, self._count - 1))
 
     def _judge(self, report: SyncReport, may: Mapping[int, frozenset[OutcomeKind]] = _NONE) -> None:
@@ -376,7 +376,7 @@ class Soak:
             self._found(f"worker {index} has read {look.torn} times weights of more than one version")
         return look
 
-    def _look_back(self, index: int) -> None:
+    def _count_last_reads(self, index: int) -> None:
         """Count what a worker that is gone had reported last."""
         self.tally.reads += self._members[index].looked.reads
 

@@ -81,7 +81,7 @@ def trace_scheme(scheme: WeightSyncScheme, tracer_provider: TracerProvider | Non
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSpan:
     """The span of a version that one worker has not answered."""
 
     version: int
@@ -104,7 +104,7 @@ class Spans(SpanTracer):
         self._lock = threading.Lock()
         self._cancelled = False
         self._sends: dict[int, Span] = {}
-        self._workers: dict[int, _Open] = {}
+        self._workers: dict[int, _OpenSpan] = {}
         #: The newest version that a worker has had an outcome for.
         self._newest = 0
 
@@ -130,13 +130,13 @@ class Spans(SpanTracer):
     def take(self, event: SyncEvent) -> None:
         """Begin or end what an event begins or ends."""
         if event.role is SyncRole.WORKER:
-            self._applied(event)
+            self._on_decision(event)
         elif event.kind is EventKind.DISPATCH:
-            self._dispatched(event)
+            self._on_dispatch(event)
         elif event.kind in _ENDINGS:
-            self._answered(event)
+            self._on_outcome(event)
         elif event.kind is EventKind.TIMED_OUT:
-            self._timed_out(event)
+            self._on_timeout(event)
         elif event.kind is EventKind.CLOSED:
             for worker in list(self._workers):
                 self._end_worker(worker, event, "the sender was closed")
@@ -155,16 +155,16 @@ class Spans(SpanTracer):
         for span in sends:
             span.end()
 
-    def _dispatched(self, event: SyncEvent) -> None:
+    def _on_dispatch(self, event: SyncEvent) -> None:
         assert event.worker is not None
         assert event.version is not None
         self._end_worker(event.worker, event, "a newer version was sent")
         self._end_sends(event, before=event.version)
         span = self._start("update worker", event, event.time)
         span.set_attribute("weightsync.nbytes", event.nbytes)
-        self._keep(event.worker, _Open(event.version, span))
+        self._keep(event.worker, _OpenSpan(event.version, span))
 
-    def _keep(self, worker: int, opened: _Open) -> None:
+    def _keep(self, worker: int, opened: _OpenSpan) -> None:
         """Keep a worker's span until its outcome; end it now if the subscription was cancelled meanwhile."""
         with self._lock:
             cancelled = self._cancelled
@@ -173,19 +173,19 @@ class Spans(SpanTracer):
         if cancelled:
             _finish(opened.span, wall_time(), OutcomeKind.PENDING, _CANCELLED, {}, failed=False)
 
-    def _timed_out(self, event: SyncEvent) -> None:
+    def _on_timeout(self, event: SyncEvent) -> None:
         late = None if event.worker is None else self._workers.get(event.worker)
         if late is not None:
             late.overdue = True
             late.span.add_event("the deadline has passed", timestamp=_nanoseconds(event.time))
 
-    def _answered(self, event: SyncEvent) -> None:
+    def _on_outcome(self, event: SyncEvent) -> None:
         worker = event.worker
         if worker is None:
             return
         if event.version is not None and event.outcome is not None and worker not in self._workers:
             # It was lost before the send: no update was dispatched to it.
-            self._workers[worker] = _Open(event.version, self._start("update worker", event, event.time))
+            self._workers[worker] = _OpenSpan(event.version, self._start("update worker", event, event.time))
         opened = self._workers.get(worker)
         if opened is None or event.version not in (None, opened.version):
             return
@@ -195,7 +195,7 @@ class Spans(SpanTracer):
             # Not only its own: a late joiner may have caught up with an older version.
             self._end_sends(event, before=self._newest + 1)
 
-    def _applied(self, event: SyncEvent) -> None:
+    def _on_decision(self, event: SyncEvent) -> None:
         """In the worker: the span of a version that is live, or was refused."""
         if event.kind not in (EventKind.REPLY, EventKind.REFUSED) or event.version is None:
             return

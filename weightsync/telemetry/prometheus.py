@@ -99,7 +99,7 @@ class Metrics(Collector):
         require_scheme(scheme, "Metrics.watch()")
         subscription = scheme._events.subscription_of(self.take) or scheme.on_event(self.take)
         with self._lock:
-            self._forget_gone()
+            self._forget_dead_schemes()
             events = subscription._events
             self._watched[events.drops] = weakref.ref(events)
         first = scheme._events.subscription_of(self.take) or subscription
@@ -107,7 +107,7 @@ class Metrics(Collector):
             subscription.cancel()
         return first
 
-    def _forget_gone(self) -> None:
+    def _forget_dead_schemes(self) -> None:
         """Keep of schemes that no longer exist only the sum."""
         for drops in [drops for drops, events in self._watched.items() if events() is None]:
             del self._watched[drops]
@@ -122,13 +122,13 @@ class Metrics(Collector):
     def take(self, event: SyncEvent) -> None:
         """Count an event."""
         with self._lock:
-            self._count(event)
+            self._update_counters(event)
             if event.role is SyncRole.TRAINER:
-                self._follow(event)
+                self._update_gauges(event)
             elif event.kind is EventKind.REPLY and event.version is not None:
                 self._served.labels(event.model_id, event.role.value, _label(event.worker)).set(event.version)
 
-    def _count(self, event: SyncEvent) -> None:
+    def _update_counters(self, event: SyncEvent) -> None:
         model, role = event.model_id, event.role.value
         if event.outcome is not None and event.role is SyncRole.TRAINER:
             self._outcomes.labels(model, event.outcome.value).inc()
@@ -146,7 +146,7 @@ class Metrics(Collector):
             if not (phase is SyncPhase.PACK and packed_before):
                 self._phases.labels(model, role, phase.value).observe(seconds)
 
-    def _follow(self, event: SyncEvent) -> None:
+    def _update_gauges(self, event: SyncEvent) -> None:
         """Keep what each worker of the newest sender serves."""
         model, worker, sender = event.model_id, event.worker, self._sender(event)
         if event.incarnation < sender.incarnation:

@@ -98,19 +98,19 @@ class Bench:
     def compare(self) -> None:
         """Feed the oracles with what was seen, and compare everything with them."""
         self.link_setup.watch.check()
-        self._follow()
+        self._feed_oracles()
         for sender in self.senders:
             if not sender.gone:
-                self._agree(sender.name, sender.oracle.difference(sender.driver))
+                self._require_no_difference(sender.name, sender.oracle.difference(sender.driver))
                 self._compare_sent(sender.name, sender.links, sender.oracle.sent)
         for receiver in self.receivers.values():
             if not receiver.gone:
-                self._agree(f"worker {receiver.worker}", receiver.oracle.difference(receiver.driver))
+                self._require_no_difference(f"worker {receiver.worker}", receiver.oracle.difference(receiver.driver))
                 self._compare_sent(f"worker {receiver.worker}", receiver.links, receiver.oracle.sent)
         self.payloads.scribble()
-        self._still_served()
+        self._check_served_payloads()
 
-    def _follow(self) -> None:
+    def _feed_oracles(self) -> None:
         log, self.link_setup.watch.log = self.link_setup.watch.log, []
         for seen in log:
             oracle, number = self._owner(seen.recorder)
@@ -125,7 +125,7 @@ class Bench:
         owners: list[Sender | Receiver] = [*self.senders, *self._all_receivers]
         return next((o.oracle, number) for o in owners for number, each in o.links.items() if each is recorder)
 
-    def _agree(self, who: str, difference: str) -> None:
+    def _require_no_difference(self, who: str, difference: str) -> None:
         if difference:
             raise RuleViolation(Rule.STATE, f"of {who}, {difference}")
 
@@ -138,7 +138,7 @@ class Bench:
                     Rule.STATE, f"{who} sent {recorder.attempts} over link {number}, but must send {sent[number]}"
                 )
 
-    def _still_served(self) -> None:
+    def _check_served_payloads(self) -> None:
         for receiver in self.receivers.values():
             if receiver.served is not None and not self.payloads.intact(*receiver.served):
                 what = f"what worker {receiver.worker} serves was overwritten before it acked a newer version"
@@ -258,7 +258,9 @@ class Bench:
             for link_pair in [
                 recorder.link_pair for sender in self.senders for w, recorder in sender.of.items() if w == worker
             ]:
-                self.link_setup.until_came(link_pair, End.RECEIVER, lambda: self._pump_receiver(receiver), self._flush)
+                self.link_setup.until_all_arrived(
+                    link_pair, End.RECEIVER, lambda: self._pump_receiver(receiver), self._flush
+                )
             self._pump_receiver(receiver)
 
     def _pump_receiver(self, receiver: Receiver) -> None:

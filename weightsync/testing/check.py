@@ -62,9 +62,9 @@ def check_transport(
     if not is_number(patience) or not patience > 0:
         raise ConfigurationError(f"patience= is {patience!r}: give seconds, more than 0.")
     switch(stop_at_first, "stop_at_first")
-    declared = _declared(unreachable)
-    chosen = _chosen(declared, only)
-    probe = _required(factory("policy"))
+    declared = _parse_unreachable(unreachable)
+    chosen = _choose_scenarios(declared, only)
+    probe = _require_ends(factory("policy"))
     delivery = probe.sender.delivery
     beside = {each.name: why for each in chosen if each.name not in declared and (why := each.beside(delivery))}
     passed: list[str] = []
@@ -74,7 +74,7 @@ def check_transport(
         if scenario.name in declared or scenario.name in beside:
             continue
         link_setup = LinkSetup(factory, patience, unreachable=declared, coverage=coverage)
-        found = _undeclared(scenario, probe) or _played(scenario, link_setup)
+        found = _find_undeclared_need(scenario, probe) or _run_scenario(scenario, link_setup)
         broken += [found] if found else []
         passed += [] if found else [scenario.name]
         if found and stop_at_first:
@@ -88,7 +88,7 @@ def check_transport(
     return conformance
 
 
-def _required(made: object) -> Ends:
+def _require_ends(made: object) -> Ends:
     if not isinstance(made, Ends):
         raise ConfigurationError(f"the factory made a {type(made).__name__}: it must return Ends(sender, receiver).")
     require_link(made.sender, "the factory's Ends have a sender")
@@ -100,7 +100,7 @@ def _required(made: object) -> Ends:
     return made
 
 
-def _declared(unreachable: Mapping[str, str] | None) -> dict[str, str]:
+def _parse_unreachable(unreachable: Mapping[str, str] | None) -> dict[str, str]:
     """The scenarios that are declared unreachable. Raises ConfigurationError: this is no dict of names to reasons."""
     given = {} if unreachable is None else unreachable
     if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
@@ -110,7 +110,7 @@ def _declared(unreachable: Mapping[str, str] | None) -> dict[str, str]:
     return dict(given)
 
 
-def _chosen(declared: Mapping[str, str], only: Collection[str] | None) -> list[Scenario]:
+def _choose_scenarios(declared: Mapping[str, str], only: Collection[str] | None) -> list[Scenario]:
     names = list(SCENARIOS) if only is None else items_of(only)
     if names is None or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"only= is {only!r}: give a list of the names of scenarios.")
@@ -123,7 +123,7 @@ def _chosen(declared: Mapping[str, str], only: Collection[str] | None) -> list[S
     return [scenario for name, scenario in SCENARIOS.items() if name in names]
 
 
-def _undeclared(scenario: Scenario, probe: Ends) -> Broken | None:
+def _find_undeclared_need(scenario: Scenario, probe: Ends) -> Broken | None:
     if scenario.needs is None or scenario.needs.of(probe):
         return None
     what = f"it needs {scenario.needs.value}, which is None: give it, or declare the scenario in unreachable="
@@ -137,15 +137,15 @@ def _dispose(ends: Ends) -> None:
     ends.dispose()
 
 
-def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
+def _run_scenario(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     """Run a scenario in a thread. Returns the rule that it broke, or None."""
     raised: list[BaseException] = []
     thread = threading.Thread(
-        target=_play, args=(scenario, link_setup, raised), name=f"kit: {scenario.name}", daemon=True
+        target=_play_in_thread, args=(scenario, link_setup, raised), name=f"kit: {scenario.name}", daemon=True
     )
     thread.start()
-    blocked = _watched(thread, link_setup)
-    unclosed = _torn_down(scenario, link_setup)
+    blocked = _watch_scenario(thread, link_setup)
+    unclosed = _tear_down(scenario, link_setup)
     thread.join(link_setup.patience)
     if blocked:
         return Broken(Rule.NEVER_BLOCKS, scenario.name, tuple(link_setup.watch.steps), blocked)
@@ -160,7 +160,7 @@ def _played(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     raise error
 
 
-def _torn_down(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
+def _tear_down(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     """End the scenario: close every link, even those that are already closed."""
     try:
         link_setup.tear_down()
@@ -170,14 +170,14 @@ def _torn_down(scenario: Scenario, link_setup: LinkSetup) -> Broken | None:
     return None
 
 
-def _play(scenario: Scenario, link_setup: LinkSetup, raised: list[BaseException]) -> None:
+def _play_in_thread(scenario: Scenario, link_setup: LinkSetup, raised: list[BaseException]) -> None:
     try:
         scenario.play(link_setup)
     except BaseException as error:  # noqa: BLE001 - raised again by the caller
         raised.append(error)
 
 
-def _watched(thread: threading.Thread, link_setup: LinkSetup) -> str:
+def _watch_scenario(thread: threading.Thread, link_setup: LinkSetup) -> str:
     """Watch the scenario run. Returns the call that blocked, or an empty string."""
     while thread.is_alive():
         thread.join(_LOOK_SECONDS)

@@ -21,7 +21,7 @@ _CONNECTIONS = 10
 #: More bytes than any transport takes at once.
 _LARGE = 8 * 2**20
 #: What a process can run out of, and how much of it this process uses.
-_OPENED: Mapping[str, Callable[[], int]] = {
+_RESOURCE_COUNTS: Mapping[str, Callable[[], int]] = {
     "descriptors": lambda: len(os.listdir("/dev/fd")),
     "threads": threading.active_count,
 }
@@ -35,35 +35,35 @@ def closing(link_setup: LinkSetup) -> None:
         link_setup.watch.steps.append(f"{recorder.end.value} is closed, twice")
         recorder.close()
         recorder.close()
-        must_raise("send() on a closed link", partial(_unheard, line, recorder), Rule.CLOSED)
+        must_raise("send() on a closed link", partial(_send_ack, line, recorder), Rule.CLOSED)
         must_raise("flush() on a closed link", recorder.flush, Rule.CLOSED)
         must_raise("receive() on a closed link", recorder.receive, Rule.CLOSED)
         if recorder.waitables() or recorder.wants_write() is not None:
             raise RuleViolation(Rule.CLOSED, f"{recorder.end.value} is closed but still has waitables")
 
 
-def _unheard(line: Line, recorder: LinkRecorder) -> None:
+def _send_ack(line: Line, recorder: LinkRecorder) -> None:
     recorder.send(line.ack(99))
 
 
 def many_connections(link_setup: LinkSetup) -> None:
     """When closed, a link frees what it opened without garbage collection: this function still holds its ends."""
-    held = [*_used(link_setup)]
+    held = [*_use_and_close(link_setup)]
     gc.collect()
-    before = {what: count() for what, count in _OPENED.items()}
+    before = {what: count() for what, count in _RESOURCE_COUNTS.items()}
     for _ in range(_CONNECTIONS):
-        held += _used(link_setup)
+        held += _use_and_close(link_setup)
     link_setup.watch.steps.append(f"{_CONNECTIONS} connections have been used and closed")
     for what, count in before.items():
         left = f"{_CONNECTIONS} connections were closed, but each left at least one of its {what}"
-        link_setup.until(partial(_fewer, what, count + _CONNECTIONS), lambda: None, Rule.FREED, left)
+        link_setup.until(partial(_has_fewer, what, count + _CONNECTIONS), lambda: None, Rule.FREED, left)
 
 
-def _fewer(what: str, bound: int) -> bool:
-    return _OPENED[what]() < bound
+def _has_fewer(what: str, bound: int) -> bool:
+    return _RESOURCE_COUNTS[what]() < bound
 
 
-def _used(link_setup: LinkSetup) -> tuple[Link, Link]:
+def _use_and_close(link_setup: LinkSetup) -> tuple[Link, Link]:
     line = Line(link_setup)
     line.greet()
     line.tell(*line.update(1, nbytes=100_000))
@@ -80,9 +80,9 @@ def the_senders_last_words(link_setup: LinkSetup) -> None:
     line.greet()
     for version in range(1, 11):
         line.tell(*line.update(version, nbytes=500 * (version % 2)))
-    line.drained(line.sender)
+    line.write_everything(line.sender)
     line.sender.close()
-    line.ends_at(line.receiver)
+    line.require_death(line.receiver)
 
 
 def the_receivers_last_words(link_setup: LinkSetup) -> None:
@@ -94,7 +94,7 @@ def the_receivers_last_words(link_setup: LinkSetup) -> None:
     line.receive(line.receiver)
     for version in range(1, 11):
         line.answer(line.ack(version))
-    line.drained(line.receiver)
+    line.write_everything(line.receiver)
     line.receiver.close()
     line.receive_until_dead(line.sender)
 
@@ -107,7 +107,7 @@ def an_update_that_is_cut_off(link_setup: LinkSetup) -> None:
     line.tell(*line.update(1, nbytes=_LARGE))
     link_setup.watch.steps.append("the sender's end is closed before it can have sent all of it")
     line.sender.close()
-    line.ends_at(line.receiver)
+    line.require_death(line.receiver)
 
 
 def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
@@ -115,7 +115,7 @@ def a_receiver_that_is_gone(link_setup: LinkSetup) -> None:
     line = Line(link_setup)
     line.greet()
     line.receiver.close()
-    line.ends_at(line.sender)
+    line.require_death(line.sender)
 
 
 def a_send_to_one_that_is_gone(link_setup: LinkSetup) -> None:
@@ -127,7 +127,7 @@ def a_send_to_one_that_is_gone(link_setup: LinkSetup) -> None:
         line.tell(*line.update(1, nbytes=1000))
     except TransportError:
         return
-    line.ends_at(line.sender)
+    line.require_death(line.sender)
 
 
 def a_cut(link_setup: LinkSetup) -> None:
@@ -140,8 +140,8 @@ def a_cut(link_setup: LinkSetup) -> None:
     assert line.ends.cut is not None
     line.ends.cut()
     for recorder in (line.sender, line.receiver):
-        line.ends_at(recorder)
-        must_raise("send() on a link that reported its death", partial(_unheard, line, recorder), Rule.DEATH_REPORTED)
+        line.require_death(recorder)
+        must_raise("send() on a link that reported its death", partial(_send_ack, line, recorder), Rule.DEATH_REPORTED)
 
 
 ENDING_SCENARIOS = (

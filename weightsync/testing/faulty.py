@@ -112,7 +112,7 @@ class FaultyTransport:
         for _ in range(2 if self._draw.random() < self._duplicate else 1):
             waits = bool(self._held) and not self.delivery.reorders
             if waits or self._draw.random() < self._delay:
-                self._held.append(_Held(message, _copied(message, payload), self._draw.randint(1, 3)))
+                self._held.append(_Held(message, _copy_payload(message, payload), self._draw.randint(1, 3)))
                 self._waker.fire()
             else:
                 self.link.send(message, payload)
@@ -121,10 +121,10 @@ class FaultyTransport:
     def flush(self) -> bool:
         """Write what is queued, and what has been held back long enough: see `Link.flush`."""
         self._require_alive()
-        self._let_go()
+        self._send_due()
         return self.link.flush() and not self._held
 
-    def _let_go(self) -> None:
+    def _send_due(self) -> None:
         """Send what was held back long enough; in order where the delivery promises order."""
         self._waker.clear()
         for held in list(self._held):
@@ -179,7 +179,7 @@ class FaultyTransport:
             raise TransportError(f"The link to {self.peer} is dead.")
 
 
-def _copied(message: Message, payload: Buffer | None) -> Buffer | None:
+def _copy_payload(message: Message, payload: Buffer | None) -> Buffer | None:
     """A copy of the payload: a message held back pins no buffer."""
     if payload is None or not isinstance(message, Update):
         return None

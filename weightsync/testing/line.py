@@ -105,11 +105,11 @@ class Line:
             found = recorder.receive()
             received += found
             if deadline.passed and not (woken and found):
-                self._judge(recorder, bool(found))
+                self._check_arrival(recorder, bool(found))
                 break
         return received
 
-    def _judge(self, recorder: LinkRecorder, found: bool) -> None:
+    def _check_arrival(self, recorder: LinkRecorder, found: bool) -> None:
         if found:
             raise RuleViolation(Rule.WAKES, f"{recorder.end.value} had a message to receive, but no readable waitable")
         if not self.link_pair.delivery.loses:
@@ -127,7 +127,7 @@ class Line:
         except TransportError:
             return
 
-    def drained(self, recorder: LinkRecorder) -> None:
+    def write_everything(self, recorder: LinkRecorder) -> None:
         """Have an end write until nothing is left, while the other end reads nothing."""
         self.link_setup.until(
             recorder.flush,
@@ -136,7 +136,7 @@ class Line:
             "a message was never written",
         )
 
-    def ends_at(self, recorder: LinkRecorder) -> None:
+    def require_death(self, recorder: LinkRecorder) -> None:
         """Require that this end reports the death of the link."""
         self.link_setup.watch.steps.append(f"{recorder.end.value} must report that the link is dead")
         self.link_setup.until_dead(recorder, lambda: _swallow(recorder.receive))

@@ -151,12 +151,12 @@ class LinkPair:
         message = received.message
         if isinstance(message, Update):
             message = replace(message, slot=None)
-        index = self._place(end, message)
+        index = self._find_in_flight(end, message)
         entry = self.in_flight[end].pop(index)
         self.arrived[end].append(entry)
         self._check_payload(end, entry, received)
 
-    def _place(self, end: End, message: Message) -> int:
+    def _find_in_flight(self, end: End, message: Message) -> int:
         in_flight = self.in_flight[end]
         index = next((place for place, each in enumerate(in_flight) if each.message == message), None)
         if index is None and any(each.message == message for each in self.arrived[end]):

@@ -70,19 +70,19 @@ class LinkRecorder:
             self.failures.add(len(self.attempts) - 1)
             self._watch.log.append(LogEntry(EventKind.FAILED, self))
             raise
-        return self._noted(written)
+        return self._note_written(written)
 
     def write(self) -> None:
         """Write what the link can; reading finds its death."""
         with contextlib.suppress(TransportError):
-            self._noted(self.link.flush())
+            self._note_written(self.link.flush())
 
     @property
     def queued(self) -> bool:
         """Whether something has not been fully written yet, as far as writing has reported."""
         return bool(self._queued)
 
-    def _noted(self, written: bool) -> bool:
+    def _note_written(self, written: bool) -> bool:
         if written:
             self._queued.clear()
         return written

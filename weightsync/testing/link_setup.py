@@ -109,21 +109,21 @@ class LinkSetup:
                 raise RuleViolation(rule, f"{what} within {self.patience:g} seconds")
             act()
             self.watch.check()
-            _breathe()
+            _yield_to_threads()
 
     def until_arrived(
         self, recorder: LinkRecorder, pump: Callable[[], None], flush: Callable[[LinkPair], None]
     ) -> None:
         """Pump until all that was sent to this end has arrived at it."""
-        self._until_came(recorder.link_pair, recorder.end, recorder, pump, lambda: flush(recorder.link_pair))
+        self._pump_until_arrived(recorder.link_pair, recorder.end, recorder, pump, lambda: flush(recorder.link_pair))
 
-    def until_came(
+    def until_all_arrived(
         self, link_pair: LinkPair, end: End, pump: Callable[[], None], flush: Callable[[LinkPair], None]
     ) -> None:
         """Pump until all that was sent to that end has arrived at it."""
-        self._until_came(link_pair, end, None, pump, lambda: flush(link_pair))
+        self._pump_until_arrived(link_pair, end, None, pump, lambda: flush(link_pair))
 
-    def _until_came(
+    def _pump_until_arrived(
         self,
         link_pair: LinkPair,
         end: End,
@@ -132,24 +132,24 @@ class LinkSetup:
         flush: Callable[[], None],
     ) -> None:
         deadline = Deadline(_GRACE if link_pair.delivery.loses else self.patience)
-        while self._expected(link_pair, end):
+        while self._messages_due(link_pair, end):
             flush()
             before = len(link_pair.arrived[end])
             readable = recorder is None or self.readable(recorder, min(deadline.remaining or 0.0, 0.05))
             pump()
-            if recorder is None and self._expected(link_pair, end):
-                _breathe()
+            if recorder is None and self._messages_due(link_pair, end):
+                _yield_to_threads()
             if len(link_pair.arrived[end]) > before and not readable and deadline.passed:
                 raise RuleViolation(
                     Rule.WAKES, f"{end.value} of {link_pair.name} had a message to receive, but no readable waitable"
                 )
-            if deadline.passed and self._expected(link_pair, end):
+            if deadline.passed and self._messages_due(link_pair, end):
                 if link_pair.delivery.loses:
                     return
                 missing = ", ".join(words(each.message) for each in link_pair.in_flight[end])
                 raise RuleViolation(Rule.ARRIVES, f"{missing} never arrived at {link_pair.name}, {end.value}")
 
-    def _expected(self, link_pair: LinkPair, end: End) -> list[Message]:
+    def _messages_due(self, link_pair: LinkPair, end: End) -> list[Message]:
         """The messages that must still arrive at that end. A goodbye may be lost with its link."""
         if link_pair.cut or end in link_pair.closed or end in link_pair.dead:
             return []
@@ -220,7 +220,7 @@ class LinkSetup:
         self.until(lambda: not any(buffer.pinned for buffer in held), act, rule, what)
 
 
-def _breathe() -> None:
+def _yield_to_threads() -> None:
     """Let the transport's own threads run: a loop without a pause would hold the GIL."""
     select.poll().poll(1)
 

@@ -65,10 +65,10 @@ class SenderOracle:
         step = sending.step(self.state, self.data, event)
         self.state, self.data = step.to, step.data
         for effect in step.effects:
-            self._follow(effect)
+            self._apply_effect(effect)
         self.last: SenderInput | None = step.input
 
-    def _follow(self, effect: sending.Effect) -> None:
+    def _apply_effect(self, effect: sending.Effect) -> None:
         match effect:
             case sending.Greet(_, link, due):
                 self._send(link, "Hello", due)
@@ -164,9 +164,9 @@ class ReceiverOracle:
         step = receiving.step(self.state, self.data, event)
         self.state, self.data = step.to, step.data
         for effect in step.effects:
-            self._follow(effect)
+            self._apply_effect(effect)
 
-    def _follow(self, effect: receiving.Effect) -> None:
+    def _apply_effect(self, effect: receiving.Effect) -> None:
         match effect:
             case receiving.Greet(link):
                 served = self.data.served
@@ -184,7 +184,7 @@ class ReceiverOracle:
             case receiving.CloseLink(link):
                 self.open.discard(link)
             case receiving.Leave(link):
-                self._leave(link, self.data.fence)
+                self._close_with_goodbye(link, self.data.fence)
 
     def _send(self, link: int, message: SentMessage) -> None:
         if link in self.open:
@@ -192,7 +192,7 @@ class ReceiverOracle:
             if self._failed(link, len(self.sent[link]) - 1):
                 self.ended(link)
 
-    def _leave(self, link: int, incarnation: int) -> None:
+    def _close_with_goodbye(self, link: int, incarnation: int) -> None:
         if link in self.open:
             self.open.remove(link)
             self.sent[link].append(("Bye", incarnation, 0))
@@ -200,7 +200,7 @@ class ReceiverOracle:
     def close_all(self) -> None:
         """Every link is closed, each with a goodbye. Over those without a handshake it names no sender."""
         for link in sorted(self.open):
-            self._leave(link, 0)
+            self._close_with_goodbye(link, 0)
 
     def came(self, link: int, message: Message) -> None:
         """A message arrived at the receiver's end."""

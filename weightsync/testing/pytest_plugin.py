@@ -31,7 +31,7 @@ from weightsync.verify import Finding, Run, TlcFailedError, follow, shown, verif
 _MARKER = "untraced(reason): plants a fault on purpose, or checks its machines against the protocol in another way"
 #: How many findings are shown; the rest are counted.
 _SHOWN = 10
-_FINE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+_PASSING_CODES = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: The keys under which a worker of pytest-xdist learns where to record, and sends its result.
 _SENT_AS = "weightsync_traces"
 
@@ -136,17 +136,17 @@ class Recording:
             result.followed = followed.summary()
             findings += followed.findings
         result.runs, result.events, result.wrong = len(verdict.runs), verdict.events, len(findings)
-        result.shown = [line for found in findings[:_SHOWN] for line in self._words(found)]
-        result.counts = self._counts(verdict.runs)
+        result.shown = [line for found in findings[:_SHOWN] for line in self._describe_finding(found)]
+        result.counts = self._count_runs(verdict.runs)
         result.seconds = (now_ns() - begun) / 1e9
         return result
 
-    def _words(self, found: Finding) -> list[str]:
+    def _describe_finding(self, found: Finding) -> list[str]:
         at = found.line.time
         test = next((each.name for each in self.ran if each.begun <= at <= each.ended), "no test")
         return [f"in {test}:", *(f"  {line}" for line in shown(found))]
 
-    def _counts(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
+    def _count_runs(self, runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
         coming = deque(sorted((run.begun, run.ended, run.events) for run in runs if not run.findings))
         counts: dict[str, tuple[int, int]] = {}
         met: list[tuple[int, int, int]] = []
@@ -199,13 +199,13 @@ class TraceReporter:
         if self.recording is not None:
             self.recording.pause()
             self.results.append(self.recording.judge())
-        if any(result.fails for result in self.results) and session.exitstatus in _FINE:
+        if any(result.fails for result in self.results) and session.exitstatus in _PASSING_CODES:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.counts is not None:
-            self.counts.write_text(json.dumps(self._counted(), indent=1) + "\n", encoding="utf-8")
+            self.counts.write_text(json.dumps(self._merge_counts(), indent=1) + "\n", encoding="utf-8")
         return (yield)
 
-    def _counted(self) -> dict[str, tuple[int, int]]:
+    def _merge_counts(self) -> dict[str, tuple[int, int]]:
         """All counts. Tests of one name with different parameters may have run in different processes."""
         counted: dict[str, tuple[int, int]] = {}
         for name, (runs, events) in (item for result in self.results for item in result.counts.items()):

@@ -17,7 +17,7 @@ from weightsync.testing.rules import Rule, RuleViolation
 from weightsync.testing.step_gate import StepGate
 
 #: A worker that no sender knows.
-_NOBODY = 99
+_UNKNOWN_WORKER = 99
 _ACK = Ack(model_id="policy", incarnation=1, version=1)
 #: What is tried: its name, the call, and the error that it must raise.
 _Attempt = tuple[str, Callable[[], object], type[WeightSyncError]]
@@ -30,10 +30,10 @@ def refusals_of_sender(player: SenderPlayer, payloads: Payloads, base: int) -> i
         RuleViolation: it accepted something, or changed something while refusing.
     """
     driver = player.driver
-    return _refused(
+    return _check_refusals(
         "the sender",
         _sender_attempts(driver, payloads),
-        lambda: player.projected(_NOBODY, base),
+        lambda: player.projected(_UNKNOWN_WORKER, base),
         player.step_gates.values(),
     )
 
@@ -58,7 +58,7 @@ def refusals_of_receiver(player: ReceiverPlayer, base: int) -> int:
         for input, event in events.items()
         if (state, input) not in RECEIVER_ROWS
     ]
-    return _refused("the receiver", attempts, lambda: player.projected(base), player.step_gates.values())
+    return _check_refusals("the receiver", attempts, lambda: player.projected(base), player.step_gates.values())
 
 
 def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Attempt]:
@@ -69,7 +69,7 @@ def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Atte
         SenderInput.WAIT: lambda: driver.take(sending.Wait()),
         SenderInput.ABANDON: lambda: driver.take(sending.Abandon()),
         SenderInput.CONNECT: lambda: driver.take(sending.Connect(1)),
-        SenderInput.JOIN: lambda: driver.take(sending.Join(_NOBODY, _NOBODY)),
+        SenderInput.JOIN: lambda: driver.take(sending.Join(_UNKNOWN_WORKER, _UNKNOWN_WORKER)),
     }
     if driver.data.outstanding is not None and not driver.data.outstanding.owed:
         del calls[SenderInput.WAIT]  # then it is another input: WAIT_SETTLED
@@ -78,10 +78,14 @@ def _sender_attempts(driver: SenderDriver, payloads: Payloads) -> Iterator[_Atte
             yield input.value, call, StateError
     if state is State.CLOSED:
         return
-    yield "remove an unknown worker", lambda: driver.remove(_NOBODY, ""), ConfigurationError
+    yield "remove an unknown worker", lambda: driver.remove(_UNKNOWN_WORKER, ""), ConfigurationError
     if state is State.READY:
         yield "send to nobody", lambda: _dispatch(driver, payloads, sending.Send(())), ConfigurationError
-        yield "send to one unknown", lambda: _dispatch(driver, payloads, sending.Send((_NOBODY,))), ConfigurationError
+        yield (
+            "send to one unknown",
+            lambda: _dispatch(driver, payloads, sending.Send((_UNKNOWN_WORKER,))),
+            ConfigurationError,
+        )
         if workers and all(entry.link_state is sending.LinkState.LOST for entry in workers.values()):
             yield "send to the lost", lambda: _dispatch(driver, payloads, sending.Send(None)), WorkerLostError
 
@@ -94,7 +98,7 @@ def _dispatch(driver: SenderDriver, payloads: Payloads, event: sending.Send | se
         payloads.release_packed(packed)
 
 
-def _refused(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_gates: Any) -> int:
+def _check_refusals(who: str, attempts: Any, look: Callable[[], Sequence[Any]], step_gates: Any) -> int:
     count = 0
     before, sent = look(), [len(step_gate.attempts) for step_gate in _all(step_gates)]
     for what, attempt, wanted in attempts:

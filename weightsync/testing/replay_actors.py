@@ -308,7 +308,7 @@ class ReplayActors:
             if deadline.passed and step_gate.find(wanted) is None:
                 if step_gate.delivery.loses:
                     raise MessageLost
-                self._look_elsewhere()
+                self._fetch_everywhere()
                 came = [type(each.message).__name__ for each in step_gate.waiting]
                 raise RuleViolation(
                     Rule.ARRIVES,
@@ -316,7 +316,7 @@ class ReplayActors:
                 )
         return found
 
-    def _look_elsewhere(self) -> None:
+    def _fetch_everywhere(self) -> None:
         """Report a message that arrived at another end than the one that it was sent to."""
         players: list[SenderPlayer | ReceiverPlayer] = [*self.senders.values(), *self.receivers.values()]
         for step_gate in [step_gate for player in players for step_gate in tuple(player.step_gates.values())]:

@@ -54,29 +54,31 @@ class Replay:
         for s, wanted in enumerate(step.senders, 1):
             if wanted is not None:
                 found = self._actors.senders[s].projected(self._workers, self._actors.base)
-                self._agree(f"sender {s}", difference(SENDER_FIELDS, wanted, found))
+                self._require_no_difference(f"sender {s}", difference(SENDER_FIELDS, wanted, found))
         for w, wanted in enumerate(step.receivers, 1):
             receiver = self._actors.receivers[w]
-            self._agree(f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._actors.base)))
+            self._require_no_difference(
+                f"worker {w}", difference(RECEIVER_FIELDS, wanted, receiver.projected(self._actors.base))
+            )
             if receiver.served is not None and not self._actors.payloads.intact(*receiver.served):
                 raise RuleViolation(
                     Rule.PINNED, f"what worker {w} serves was overwritten before it acked a newer version"
                 )
 
-    def _agree(self, who: str, different: str) -> None:
+    def _require_no_difference(self, who: str, different: str) -> None:
         if different:
             raise RuleViolation(Rule.STATE, f"of {who}, {different}")
 
     def _refuse(self, step: Step) -> None:
         """Try what must be refused, at each node that was not visited before."""
         for s, wanted in enumerate(step.senders, 1):
-            if wanted is not None and self._new(wanted):
+            if wanted is not None and self._is_new(wanted):
                 refusals_of_sender(self._actors.senders[s], self._actors.payloads, self._actors.base)
         for w, node in enumerate(step.receivers, 1):
-            if self._new(node):
+            if self._is_new(node):
                 refusals_of_receiver(self._actors.receivers[w], self._actors.base)
 
-    def _new(self, node: Any) -> bool:
+    def _is_new(self, node: Any) -> bool:
         before = len(self._tried)
         self._tried.add(repr(node))
         return len(self._tried) > before

@@ -28,18 +28,18 @@ def walk(link_setup: LinkSetup, seed: int) -> None:
         bench.join(worker)
     bench.connect()
     for _ in range(STEPS):
-        draw.choice(list(_allowed(bench, draw)))()
+        draw.choice(list(_allowed_steps(bench, draw)))()
     bench.finish()
 
 
-def _allowed(bench: Bench, draw: random.Random) -> list[_Step]:
-    steps: list[_Step] = [bench.hear, *_of_the_sender(bench, draw)]
+def _allowed_steps(bench: Bench, draw: random.Random) -> list[_Step]:
+    steps: list[_Step] = [bench.hear, *_sender_steps(bench, draw)]
     for worker in range(_WORKERS):
-        steps += _of_a_worker(bench, worker, draw)
+        steps += _worker_steps(bench, worker, draw)
     return steps
 
 
-def _of_the_sender(bench: Bench, draw: random.Random) -> list[_Step]:
+def _sender_steps(bench: Bench, draw: random.Random) -> list[_Step]:
     driver = bench.sender.driver
     alive = [worker for worker, entry in driver.data.workers.items() if entry.link_state is not LinkState.LOST]
     if driver.machine.state is State.CLOSED:
@@ -64,7 +64,7 @@ def _newer_sender(bench: Bench) -> None:
     bench.connect(incarnation=new_incarnation(older.driver.data.incarnation))
 
 
-def _of_a_worker(bench: Bench, worker: int, draw: random.Random) -> list[_Step]:
+def _worker_steps(bench: Bench, worker: int, draw: random.Random) -> list[_Step]:
     receiver = bench.receivers[worker]
     rejoin: _Step = partial(bench.join, worker)
     joinable = bench.sender.driver.machine.state is not State.CLOSED

@@ -30,10 +30,10 @@ class SenderActs:
         for moment in machine.of(LineKind.STEP):
             if moment.step is None or moment.step.input is None:
                 continue
-            if isinstance(moment.event, sending.Answer) and _said_to_another(machine, moment.event):
+            if isinstance(moment.event, sending.Answer) and _is_for_another_sender(machine, moment.event):
                 continue
             action = self._sender_action(machine, number, moment)
-            yield moment.line.time, RecordedAction(moment.line, {**action, **self._sender_shown(machine, moment)})
+            yield moment.line.time, RecordedAction(moment.line, {**action, **self._sender_state(machine, moment)})
 
     def _sender_action(self, machine: Machine, s: int, moment: Moment) -> dict[str, Value]:
         match moment.event:
@@ -56,7 +56,7 @@ class SenderActs:
                 self._require_lost(moment, worker)
                 return {"a": type(moment.event).__name__, "s": s, "w": self._names.workers[worker]}
             case sending.LinkLost(_, link):
-                return self._lost(machine, s, link)
+                return self._lost_action(machine, s, link)
             case sending.Answer():
                 return self._answer(machine, s, moment.event)
         raise BeyondTheModelError(f"{moment.event}")
@@ -85,7 +85,7 @@ class SenderActs:
             return {"a": f"{name}All", "s": s}
         return {"a": f"{name}To", "s": s, "ws": frozenset(self._names.workers[worker] for worker in targets)}
 
-    def _lost(self, machine: Machine, s: int, link: int) -> dict[str, Value]:
+    def _lost_action(self, machine: Machine, s: int, link: int) -> dict[str, Value]:
         return {"a": "Lost", "s": s, "w": self._names.links[machine.name, link][0]}
 
     def _answer(self, machine: Machine, s: int, event: sending.Answer) -> dict[str, Value]:
@@ -99,7 +99,7 @@ class SenderActs:
         match message:
             case Hello():
                 return {"a": Action.ANSWER_HELLO, **where}
-            case Bye() if not self._parted(machine, event):
+            case Bye() if not self._closed_current_link(machine, event):
                 raise BeyondTheModelError("a worker said goodbye over a link that was not its current one")
             case Bye():
                 return {"a": Action.ANSWER_BYE, **where}
@@ -112,7 +112,7 @@ class SenderActs:
             case Refusal(version=version, kind=kind):
                 return {"a": Action.ANSWER_REFUSAL, **where, "n": version, "kind": kind.name}
 
-    def _parted(self, machine: Machine, event: sending.Answer) -> bool:
+    def _closed_current_link(self, machine: Machine, event: sending.Answer) -> bool:
         """Whether the worker closed while this was its current link."""
         return any(
             moment.before.link == link  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ class SenderActs:
         ends = self._names.network.hello_receivers[machine.name, event.link]
         return any(sent.message == event.message for end in ends for sent in self._names.network.sent[end])
 
-    def _sender_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
+    def _sender_state(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data, out, reported = moment.after, None, True
         assert isinstance(data, sending.SenderData)
         out = data.outstanding
@@ -170,16 +170,16 @@ class WorkerActs:
             # The model treats a process that has done nothing as the process that follows it.
             if after is not None and acts:
                 end = life.lines[-1]
-                if any(time < end.time for time in self._laid_to(after)):
+                if any(time < end.time for time in self._link_times(after)):
                     raise BeyondTheModelError("two processes of one worker overlap")
                 yield end.time, RecordedAction(end, {"a": Action.CRASH_RECEIVER, "w": w})
 
-    def _unnoticed(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, RecordedAction]]:
+    def _unrecorded_answer(self, machine: Machine, w: int, sent: Moment | None) -> Iterator[tuple[int, RecordedAction]]:
         """An ANSWERED that the worker did not record: its answer was sent, since a sender received it."""
         if sent is not None and self._arrived(machine, sent):
             step = receiving.step(sent.state, sent.after, receiving.Answered())  # type: ignore[arg-type]
             answered = replace(sent, event=receiving.Answered(), state=step.to, after=step.data)
-            shown = self._receiver_shown(machine, answered)
+            shown = self._receiver_state(machine, answered)
             yield sent.line.time, RecordedAction(sent.line, {"a": Action.ANSWERED, "w": w, **shown})
 
     def _arrived(self, machine: Machine, moment: Moment) -> bool:
@@ -192,7 +192,7 @@ class WorkerActs:
             if received.link == link
         )
 
-    def _laid_to(self, receiver: Machine) -> Iterator[int]:
+    def _link_times(self, receiver: Machine) -> Iterator[int]:
         """The times at which links to a receiver were created."""
         for (name, _), ends in self._names.network.hellos.items():
             for sender, link in ends if name == receiver.name else ():
@@ -219,12 +219,12 @@ class WorkerActs:
                 # before.
                 time, owed = owed.line.time, None
             elif moment.state is not State.AWAITING_ACK:
-                yield from self._unnoticed(machine, w, owed)
+                yield from self._unrecorded_answer(machine, w, owed)
                 owed = None
             action = self._receiver_action(machine, w, moment)
             if action is not None:
-                yield time, RecordedAction(line, {**action, **self._receiver_shown(machine, moment)})
-        yield from self._unnoticed(machine, w, owed)
+                yield time, RecordedAction(line, {**action, **self._receiver_state(machine, moment)})
+        yield from self._unrecorded_answer(machine, w, owed)
 
     def _receiver_action(self, machine: Machine, w: int, moment: Moment) -> dict[str, Value] | None:
         event = moment.event
@@ -251,7 +251,7 @@ class WorkerActs:
             case _:
                 return {"a": type(event).__name__, "w": w}
 
-    def _receiver_shown(self, machine: Machine, moment: Moment) -> dict[str, Value]:
+    def _receiver_state(self, machine: Machine, moment: Moment) -> dict[str, Value]:
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
         where = (0, 0)
@@ -273,7 +273,7 @@ class WorkerActs:
 _KINDS = {Ack: "ACK", receiving.Deferred: "DEFERRED", Refusal: RefusalKind.REFUSED.name}
 
 
-def _said_to_another(machine: Machine, event: sending.Answer) -> bool:
+def _is_for_another_sender(machine: Machine, event: sending.Answer) -> bool:
     """Whether it is a goodbye for another sender, or from a worker without a sender. The model has no such message."""
     return isinstance(event.message, Bye) and event.message.incarnation != machine.incarnation
 

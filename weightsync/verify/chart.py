@@ -137,13 +137,13 @@ def _printable(text: str) -> str:
 
 def _own_rows(machine: Machine, lane: int, start: int) -> Iterator[Row]:
     for moment in machine.moments:
-        shown = _shown(moment)
+        shown = _row_content(moment)
         if shown is not None:
             at = moment.line.time - start
             yield Row(shown[0], at, lane, lane, _printable(shown[1]), moment.line, at)
 
 
-def _shown(moment: Moment) -> tuple[RowKind, str] | None:
+def _row_content(moment: Moment) -> tuple[RowKind, str] | None:
     match moment.line.what:
         case LineKind.STEP:
             moved = "" if moment.state is moment.state_before else f" -> {moment.state.value}"
@@ -157,7 +157,7 @@ def _shown(moment: Moment) -> tuple[RowKind, str] | None:
 
 
 def _arrows(sent: SentMessage, lanes: dict[str, int], start: int) -> Iterator[Row]:
-    lane, text, sent_at = lanes[sent.line.machine], _called(sent.message), sent.line.time - start
+    lane, text, sent_at = lanes[sent.line.machine], _message_text(sent.message), sent.line.time - start
     if not sent.arrivals:
         yield Row(RowKind.LOST, sent_at, lane, lane, f"{text}, which arrived nowhere", sent.line, sent_at)
     for arrival in sent.arrivals:
@@ -165,7 +165,7 @@ def _arrows(sent: SentMessage, lanes: dict[str, int], start: int) -> Iterator[Ro
         yield Row(RowKind.MESSAGE, at, lane, lanes[arrival.machine], text, sent.line, sent_at)
 
 
-def _called(message: Message) -> str:
+def _message_text(message: Message) -> str:
     why = f" {message.kind.name}" if isinstance(message, Refusal) else ""
     version = "" if isinstance(message, Bye) else f" v{version_of(message)}"
     return f"{type(message).__name__}{why}{version}"

@@ -24,7 +24,7 @@ _COUNTS = (SenderInput.REPLY, SenderInput.SETTLED, SenderInput.CAUGHT_UP)
 def breaches(network: Network) -> Iterator[Finding]:
     """For each machine, the first moment at which a guarantee does not hold."""
     for machine in network.machines:
-        found = _of_sender(network, machine) if machine.role is Role.SENDER else _of_receiver(machine)
+        found = _sender_breaches(network, machine) if machine.role is Role.SENDER else _receiver_breaches(machine)
         yield from _first(found)
         yield from _first(_closed_is_final(machine))
 
@@ -35,17 +35,17 @@ def _first(findings: Iterator[Finding]) -> Iterator[Finding]:
         yield found
 
 
-def _broken(moment: Moment, rule: str, what: str) -> Finding:
+def _breach(moment: Moment, rule: str, what: str) -> Finding:
     return Finding(moment.line, what, (), rule)
 
 
 def _closed_is_final(machine: Machine) -> Iterator[Finding]:
     for moment in machine.moments:
         if moment.state_before is State.CLOSED and moment.state is not State.CLOSED:
-            yield _broken(moment, "G9 ClosedIsFinal", "a closed machine takes another step")
+            yield _breach(moment, "G9 ClosedIsFinal", "a closed machine takes another step")
 
 
-def _of_receiver(machine: Machine) -> Iterator[Finding]:
+def _receiver_breaches(machine: Machine) -> Iterator[Finding]:
     served: Key = (0, 0)
     fence = 0
     named: dict[Key, set[bytes]] = {}
@@ -55,44 +55,44 @@ def _of_receiver(machine: Machine) -> Iterator[Finding]:
         assert isinstance(after, receiving.ReceiverData)
         if isinstance(moment.message, Update) and moment.line.what is LineKind.RECEIVED:
             key = moment.message.incarnation, moment.message.version
-            named.setdefault(key, set()).add(_named(moment.message))
+            named.setdefault(key, set()).add(_ack_digest(moment.message))
         if after.fence < fence:
-            yield _broken(moment, "G4 ServingIsMonotone", "its fence falls")
+            yield _breach(moment, "G4 ServingIsMonotone", "its fence falls")
         fence = after.fence
         if after.decided is None:  # it was overwritten by hand, and may be applied again
             served = (0, 0)
         if after.served != before.served and after.served is not None:
-            yield from _serves(moment, after.served, served, fence, named)
+            yield from _check_served(moment, after.served, served, fence, named)
             served = max(served, after.served)
         if isinstance(event, receiving.Refused) and after.served != before.served:
-            yield _broken(moment, "G6 RefusalKeepsServing", "a refusal changes the served version")
+            yield _breach(moment, "G6 RefusalKeepsServing", "a refusal changes the served version")
 
 
-def _named(update: Update) -> bytes:
+def _ack_digest(update: Update) -> bytes:
     """What an ack of the update must name; empty if it is not known."""
     if update.digest or update.slot is None or update.extras:  # long extra state is recorded as a hash of it
         return update.digest
     return slot_digest(update.slot.seal, update.incarnation, update.version, update.layout_digest, b"")
 
 
-def _serves(moment: Moment, new: Key, served: Key, fence: int, named: dict[Key, set[bytes]]) -> Iterator[Finding]:
+def _check_served(moment: Moment, new: Key, served: Key, fence: int, named: dict[Key, set[bytes]]) -> Iterator[Finding]:
     if new <= served or new[0] < fence:
-        yield _broken(moment, "G4 ServingIsMonotone", f"version {new[1]} is served after version {served[1]}")
+        yield _breach(moment, "G4 ServingIsMonotone", f"version {new[1]} is served after version {served[1]}")
     if not isinstance(moment.event, receiving.Applied | receiving.Defer):
-        yield _broken(moment, "G6 RefusalKeepsServing", "the served version changes, but nothing was applied")
+        yield _breach(moment, "G6 RefusalKeepsServing", "the served version changes, but nothing was applied")
         return
     answer = moment.event.answer
     if (answer.incarnation, answer.version) != new:
-        yield _broken(
+        yield _breach(
             moment, "G1 AckNamesItsVersion", f"version {new[1]} is applied, but its ack names {answer.version}"
         )
     arrived = named.get(new)
     if arrived is None:
-        yield _broken(moment, "G2 AckedMeansServed", f"version {new[1]} never arrived")
+        yield _breach(moment, "G2 AckedMeansServed", f"version {new[1]} never arrived")
     elif _names_another(answer, arrived):
         applied = f"digest {answer.digest.hex()}" if answer.digest else "no digest"
         what = f"{applied} was applied, but {', '.join(each.hex() for each in arrived)} arrived"
-        yield _broken(moment, "G2 AckedMeansServed", what)
+        yield _breach(moment, "G2 AckedMeansServed", what)
 
 
 def _names_another(ack: Ack, named: set[bytes]) -> bool:
@@ -114,7 +114,7 @@ class Sent:
     named: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
 
-def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
+def _sender_breaches(network: Network, machine: Machine) -> Iterator[Finding]:
     targets: dict[int, tuple[int, ...]] = {}
     sent = Sent()
     for moment in machine.moments:
@@ -123,19 +123,21 @@ def _of_sender(network: Network, machine: Machine) -> Iterator[Finding]:
         assert isinstance(after, sending.SenderData)
         if after.version != before.version:
             if before.outstanding is not None or after.version <= before.version:
-                yield _broken(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
+                yield _breach(moment, "G5 OneOutstanding", "a version is dispatched while another is outstanding")
             asked = moment.event.targets
             targets[after.version] = tuple(before.workers) if asked is None else asked
-        yield from _sends(machine, moment, targets, sent)
-        yield from _concludes(moment, targets)
-        yield from _reports(moment, targets)
+        yield from _check_sends(machine, moment, targets, sent)
+        yield from _check_conclusion(moment, targets)
+        yield from _check_report(moment, targets)
         if moment.step is not None and moment.step.input in _COUNTS:
             yield from _counts(network, machine, moment, sent)
         if isinstance(moment.event, sending.Join) and moment.step is not None:
-            yield from _sends_hello(moment, targets)
+            yield from _check_hello(moment, targets)
 
 
-def _sends(machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], sent: Sent) -> Iterator[Finding]:
+def _check_sends(
+    machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]], sent: Sent
+) -> Iterator[Finding]:
     update = moment.message
     if moment.line.what is not LineKind.SENT or not isinstance(update, Update):
         return
@@ -144,34 +146,34 @@ def _sends(machine: Machine, moment: Moment, targets: dict[int, tuple[int, ...]]
     assert isinstance(data, sending.SenderData)
     wide = update.version == data.due_all
     if not wide and not set(workers) & set(targets.get(update.version, ())):
-        yield _broken(
+        yield _breach(
             moment, "G7 OnlyTargetsChange", f"version {update.version} is sent to {workers}, which is no target of it"
         )
     for worker in workers:
-        sent.named.setdefault((update.version, worker), set()).add(_named(update))
+        sent.named.setdefault((update.version, worker), set()).add(_ack_digest(update))
     if update.digest and sent.digests.setdefault(update.version, update.digest) != update.digest:
-        yield _broken(moment, "G1 AckNamesItsVersion", f"version {update.version} is sent with two digests")
+        yield _breach(moment, "G1 AckNamesItsVersion", f"version {update.version} is sent with two digests")
 
 
-def _concludes(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+def _check_conclusion(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     for effect in () if moment.step is None else moment.step.effects:
         if isinstance(effect, sending.Conclude):
             out = effect.outstanding
             if out.owed or set(out.outcomes) != set(targets.get(out.version, ())):
                 what = f"version {out.version} is over, but its outcomes are those of {sorted(out.outcomes)}"
-                yield _broken(moment, "G11 OutcomesAreTrue", what)
+                yield _breach(moment, "G11 OutcomesAreTrue", what)
 
 
-def _reports(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+def _check_report(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     """A report must name each target, and no other worker."""
     version = moment.line.fields.get("version") if moment.line.what is LineKind.REPORTED else None
     reported = {int(worker) for worker in moment.line.fields["outcomes"]} if version else set()
     if version and reported != set(targets.get(version, ())):
         what = f"the report of version {version} names workers {sorted(reported)}, but its targets are others"
-        yield _broken(moment, "G11 OutcomesAreTrue", what)
+        yield _breach(moment, "G11 OutcomesAreTrue", what)
 
 
-def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
+def _check_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterator[Finding]:
     data, worker = moment.after, moment.event.worker
     assert isinstance(data, sending.SenderData)
     for effect in () if moment.step is None else moment.step.effects:
@@ -179,7 +181,7 @@ def _sends_hello(moment: Moment, targets: dict[int, tuple[int, ...]]) -> Iterato
             naming = [version for version, named in targets.items() if worker in named]
             due = max([data.due_all, *naming])
             if effect.due < data.due_all or effect.due > due:
-                yield _broken(
+                yield _breach(
                     moment, "G12 LateJoinerCatchesUp", f"version {due} is due to it, but {effect.due} is sent"
                 )
 
@@ -192,17 +194,19 @@ def _counts(network: Network, machine: Machine, moment: Moment, sent: Sent) -> I
     if not isinstance(ack, Ack) or ack.evidence is not Evidence.ANSWER:
         return
     if ack.incarnation != data.incarnation:
-        yield _broken(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
+        yield _breach(moment, "G1 AckNamesItsVersion", "an ack for another sender counts")
     if _names_another(ack, sent.named.get((ack.version, event.worker), {b""})):
         what = "the digest of other weights than were sent" if ack.digest else "no digest, but one was sent"
-        yield _broken(moment, "G2 AckedMeansServed", f"the ack names {what}")
+        yield _breach(moment, "G2 AckedMeansServed", f"the ack names {what}")
     peers = [network.by_name[name] for name, _ in network.peers((machine.name, event.link))]
-    if peers and not any(_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers):
+    if peers and not any(
+        _may_have_applied(peer, (ack.incarnation, ack.version), moment, machine.clock) for peer in peers
+    ):
         what = f"worker {event.worker} counts as {OutcomeKind.APPLIED.name}, but has not applied version {ack.version}"
-        yield _broken(moment, "G2 AckedMeansServed", what)
+        yield _breach(moment, "G2 AckedMeansServed", what)
 
 
-def _applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
+def _may_have_applied(peer: Machine, key: Key, until: Moment, clock: str) -> bool:
     """Whether a receiver applied a version: before ``until``, where the times can be compared."""
     applied = peer.applied.get(key)
     if applied is not None and (peer.clock != clock or applied <= until.line.time):

@@ -53,7 +53,7 @@ class Run:
         A link that an adapter answers itself has no machine at its other end, so none is missing there. A lone goodbye
         may come from a sender that never connected, and does not identify it.
         """
-        answered = {place for machine in self.machines for place in _answered_by_an_adapter(machine)}
+        answered = {place for machine in self.machines for place in _links_answered_by_adapter(machine)}
         first: dict[tuple[str, int], Line] = {}
         for line in self.unseen:
             if line.fields["message"]["is"] != Bye.__name__:
@@ -135,17 +135,17 @@ def verify(places: Sequence[Path]) -> Verdict:
     runs = tuple(sorted(map(judge, runs_of(machines_in(files))), key=lambda run: run.begun))
     meant = {found.line: found for run in runs for found in run.findings}
     damages = (file.damage for file in files if file.damage is not None)
-    return Verdict(files, runs, tuple(_meaning(damage, meant.get(damage.line)) for damage in damages))
+    return Verdict(files, runs, tuple(_with_meaning(damage, meant.get(damage.line)) for damage in damages))
 
 
-def _answered_by_an_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
+def _links_answered_by_adapter(machine: Machine) -> Iterator[tuple[str, int]]:
     for moment in machine.of(LineKind.RECEIVED):
         message = moment.message
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             yield machine.name, moment.link
 
 
-def _meaning(damage: Finding, meant: Finding | None) -> Finding:
+def _with_meaning(damage: Finding, meant: Finding | None) -> Finding:
     """A damaged line, with the finding that it would cause if it were undamaged."""
     if meant is None:
         return damage

@@ -12,7 +12,7 @@ from weightsync.engine.recorder import FORMAT, PATTERN, LineKind, seal
 from weightsync.errors import WeightSyncError
 from weightsync.protocol._tables import PROTOCOL_VERSION
 
-_WHATS: Final = {what.value: what for what in LineKind}
+_KINDS_BY_NAME: Final = {what.value: what for what in LineKind}
 #: Clocks count nanoseconds in 64 bits.
 _LATEST: Final = 2**63
 
@@ -43,12 +43,12 @@ class Line:
     def is_known(self) -> bool:
         """Whether it has a kind that the recorder writes."""
         what = self.fields.get("what")
-        return isinstance(what, str) and what in _WHATS
+        return isinstance(what, str) and what in _KINDS_BY_NAME
 
     @property
     def what(self) -> LineKind:
         """The kind of the line."""
-        return _WHATS[self.fields["what"]]
+        return _KINDS_BY_NAME[self.fields["what"]]
 
     @property
     def machine(self) -> str:
@@ -124,14 +124,14 @@ def read_file(path: Path) -> TraceFile:
     lines: list[Line] = []
     damage: Finding | None = None
     checksum = 0
-    for number, raw in _numbered(path):
-        line = Line(path, number, _parsed(raw) or {})
+    for number, raw in _numbered_lines(path):
+        line = Line(path, number, _parse(raw) or {})
         if number == 1:
-            _require_ours(path, line.fields)
+            _require_header(path, line.fields)
         if damage is None:
             damage, checksum = _damage(line, raw, checksum)
         if damage is None and lines and lines[-1].what is LineKind.END:
-            damage = _damaged(line, "the recording had ended before it")
+            damage = _damage_finding(line, "the recording had ended before it")
         # The lines after a damaged one are judged too, as far as they can be read.
         if not _can_be_judged(line):
             break
@@ -146,7 +146,7 @@ def _can_be_judged(line: Line) -> bool:
     return line.is_known and timed and all(isinstance(line.fields.get(name, ""), str) for name in names)
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, str]]:
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -157,12 +157,12 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
     # A process that is killed as it writes a line may leave the first part of it.
     if len(lines) > 1 and not lines[-1].endswith("\n"):
         last = lines.pop()
-        if _parsed(last) is not None:
+        if _parse(last) is not None:
             lines.append(f"{last}\n")
     return enumerate(lines, 1)
 
 
-def _parsed(raw: str) -> dict[str, Any] | None:
+def _parse(raw: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(raw)
     except (ValueError, RecursionError):
@@ -170,7 +170,7 @@ def _parsed(raw: str) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def _require_ours(path: Path, header: Mapping[str, Any]) -> None:
+def _require_header(path: Path, header: Mapping[str, Any]) -> None:
     if header.get("what") != LineKind.HEADER.value:
         raise UnreadableTraceError(f"{path} is not a trace of weightsync: it does not begin with a header.")
     wanted = {"format": FORMAT, "protocol": PROTOCOL_VERSION}
@@ -186,19 +186,19 @@ def _damage(line: Line, raw: str, before: int) -> tuple[Finding | None, int]:
     """The damage of a line, if any, and the checksum of the line."""
     fields, due = dict(line.fields), line.number - 1
     if not raw.endswith("\n") or fields.pop("c", None) is None or not _can_be_judged(line):
-        return _damaged(line, "it is cut off, or is not a line of a trace"), before
+        return _damage_finding(line, "it is cut off, or is not a line of a trace"), before
     if fields.get("i") != due:
-        return _damaged(line, f"it is numbered {fields.get('i')} (from 0), but line {due} belongs here"), before
+        return _damage_finding(line, f"it is numbered {fields.get('i')} (from 0), but line {due} belongs here"), before
     try:
         sealed, checksum = seal(fields, before)
     except RecursionError:
-        return _damaged(line, "it is nested deeper than any line of a trace"), before
+        return _damage_finding(line, "it is nested deeper than any line of a trace"), before
     if sealed != raw:
-        return _damaged(
+        return _damage_finding(
             line, "it was changed after it was written: its checksum does not match the file up to here"
         ), before
     return None, checksum
 
 
-def _damaged(line: Line, what: str) -> Finding:
+def _damage_finding(line: Line, what: str) -> Finding:
     return Finding(line, what, ("the line as it was written",), "the file")

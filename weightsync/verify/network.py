@@ -67,12 +67,12 @@ class Network:
             if machine.incarnation:
                 self.senders[machine.incarnation].append((_connected(machine), machine))
             for moment in machine.of(LineKind.LINK, LineKind.SENT, LineKind.CLOSED):
-                self._given(machine, moment)
+                self._record_line(machine, moment)
         for machine in self.machines:
             if machine.role is Role.RECEIVER:
                 self._join(machine)
 
-    def _given(self, machine: Machine, moment: Moment) -> None:
+    def _record_line(self, machine: Machine, moment: Moment) -> None:
         place = (machine.name, moment.link)
         if moment.line.what is LineKind.LINK:
             self.delivery[place] = Delivery[moment.line.fields["delivery"]]
@@ -114,27 +114,27 @@ class Network:
             for moment in machine.of(LineKind.RECEIVED):
                 if moment.link in broken:
                     continue
-                found = self._came(machine, moment, newest)
+                found = self._check_arrival(machine, moment, newest)
                 if found is not None:
                     broken.add(moment.link)
                     yield found
 
-    def _came(self, machine: Machine, moment: Moment, newest: dict[LinkKey, int]) -> Finding | None:
+    def _check_arrival(self, machine: Machine, moment: Moment, newest: dict[LinkKey, int]) -> Finding | None:
         message = moment.message
         assert message is not None
         place = (machine.name, moment.link)
         ends = self._origins(machine, moment, message)
-        if not ends and self._unmet(place, message):
+        if not ends and self._lacks_handshake(place, message):
             return Finding(moment.line, f"no handshake of incarnation {message.incarnation} arrived", (), RULE)
         if not ends:
             self.unseen.append(moment.line)
             return None
         index = self._match(ends, message, (machine.clock, moment.line.time))
-        if (index is None or self.sent[index[0]][index[1]].taken) and self._unseen(machine, moment, ends):
+        if (index is None or self.sent[index[0]][index[1]].taken) and self._may_be_unrecorded(machine, moment, ends):
             self.unseen.append(moment.line)
             return None
         if index is None:
-            return self._nowhere(moment, ends, message)
+            return self._never_sent_finding(moment, ends, message)
         end, at = index
         sent = self.sent[end][at]
         if sent.clock == machine.clock and sent.line.time > moment.line.time:
@@ -142,7 +142,7 @@ class Network:
         if sent.taken and not self.delivery[place].duplicates:
             return Finding(moment.line, f"it arrived again: {_where(sent)}", (self._promise(place),), RULE)
         sent.arrivals.append(moment.line)
-        return self._order(machine, moment, newest, end, at)
+        return self._check_order(machine, moment, newest, end, at)
 
     def _sender(self, incarnation: int, moment: Moment) -> Machine | None:
         """The sender of an incarnation: if there are several, the last that had connected by then."""
@@ -157,24 +157,24 @@ class Network:
             known = self.hello_receivers[place]
             if message.incarnation == machine.incarnation or not known:
                 return known
-            return [*known, *(end for end in self.sent if end not in known and self._is(end, Role.RECEIVER))]
+            return [*known, *(end for end in self.sent if end not in known and self._has_role(end, Role.RECEIVER))]
         sender = self._sender(message.incarnation, moment)
         if sender is None:
             return []
         over = [end for end in self.hellos[place] if end[0] == sender.name]
         return over or [end for end in self.sent if end[0] == sender.name]
 
-    def _unmet(self, place: LinkKey, message: Message) -> bool:
+    def _lacks_handshake(self, place: LinkKey, message: Message) -> bool:
         """Whether an ordered link has delivered handshakes, but none of that incarnation."""
         met = self.met[place]
         ordered = not self.delivery[place].reorders
         return bool(met) and ordered and not isinstance(message, Hello) and message.incarnation not in met
 
-    def _unseen(self, machine: Machine, moment: Moment, ends: Sequence[LinkKey]) -> bool:
+    def _may_be_unrecorded(self, machine: Machine, moment: Moment, ends: Sequence[LinkKey]) -> bool:
         """Whether a peer's recording had ended by then, so that it may have sent this unseen."""
         return any(self.by_name[name].is_unseen(machine.clock, moment.line.time) for name, _ in ends)
 
-    def _is(self, end: LinkKey, role: Role) -> bool:
+    def _has_role(self, end: LinkKey, role: Role) -> bool:
         return self.by_name[end[0]].role is role
 
     def _match(self, ends: Sequence[LinkKey], message: Message, now: tuple[str, int]) -> tuple[LinkKey, int] | None:
@@ -192,17 +192,17 @@ class Network:
                     return end, at
         return again or later
 
-    def _nowhere(self, moment: Moment, ends: Sequence[LinkKey], message: Message) -> Finding | None:
+    def _never_sent_finding(self, moment: Moment, ends: Sequence[LinkKey], message: Message) -> Finding | None:
         # An adapter without a weightsync receiver answers in its place, and records that.
         if isinstance(message, Ack | Refusal) and message.evidence is not Evidence.ANSWER:
             return None
         if any(self.by_name[end[0]].finding is not None for end in ends):
             return None
-        waiting = [_described(each.message) for end in ends for each in self.sent[end] if not each.taken]
+        waiting = [_message_text(each.message) for end in ends for each in self.sent[end] if not each.taken]
         on_its_way = f"in flight there: {', '.join(waiting) or 'nothing'}"
-        return Finding(moment.line, f"{_described(message)} arrived, but was never sent", (on_its_way,), RULE)
+        return Finding(moment.line, f"{_message_text(message)} arrived, but was never sent", (on_its_way,), RULE)
 
-    def _order(
+    def _check_order(
         self, machine: Machine, moment: Moment, newest: dict[LinkKey, int], end: LinkKey, at: int
     ) -> Finding | None:
         place = (machine.name, moment.link)
@@ -216,13 +216,13 @@ class Network:
             return None
         if at < before:
             return Finding(moment.line, "it arrived after a message that was sent later", (self._promise(place),), RULE)
-        missed = [each for each in self.sent[end][before + 1 : at] if self._due(each, machine, end)]
+        missed = [each for each in self.sent[end][before + 1 : at] if self._had_to_arrive(each, machine, end)]
         if missed and not delivery.loses:
-            what = f"{_described(missed[0].message)}, sent before it ({missed[0].line.place}), has not arrived"
+            what = f"{_message_text(missed[0].message)}, sent before it ({missed[0].line.place}), has not arrived"
             return Finding(moment.line, what, (self._promise(place),), RULE)
         return None
 
-    def _due(self, sent: SentMessage, machine: Machine, end: LinkKey) -> bool:
+    def _had_to_arrive(self, sent: SentMessage, machine: Machine, end: LinkKey) -> bool:
         """Whether the skipped message had to arrive. An update that the adapter reported as lost did not have to."""
         message = sent.message
         if sent.taken or isinstance(message, Bye):
@@ -240,9 +240,9 @@ class Network:
 
 
 #: The fields that adapters add to a message in flight, or express differently.
-_THEIRS = frozenset({"layout", "slot", "payload_id", "extras", "form"})
+_ADAPTER_FIELDS = frozenset({"layout", "slot", "payload_id", "extras", "form"})
 #: The fields that may differ for a delta: if the worker does not hold its base, the whole weights follow.
-_OF_DELTAS = frozenset({"nbytes", "base"})
+_DELTA_FIELDS = frozenset({"nbytes", "base"})
 
 
 def _key(message: Message) -> str:
@@ -255,7 +255,9 @@ def _key(message: Message) -> str:
             texts = message.reason, message.remote_traceback
             reason, trace = (text.encode(errors="backslashreplace").decode() for text in texts)
             message = replace(message, reason=reason, remote_traceback=trace)
-    theirs = _THEIRS | _OF_DELTAS if isinstance(message, Update) and message.base is not None else _THEIRS
+    theirs = (
+        _ADAPTER_FIELDS | _DELTA_FIELDS if isinstance(message, Update) and message.base is not None else _ADAPTER_FIELDS
+    )
     return json.dumps({name: value for name, value in plain(message).items() if name not in theirs})
 
 
@@ -264,7 +266,7 @@ def _connected(sender: Machine) -> int:
     return next(moment.line.time for moment in sender.of(LineKind.STEP) if isinstance(moment.event, sending.Connect))
 
 
-def _described(message: Message) -> str:
+def _message_text(message: Message) -> str:
     version = "" if isinstance(message, Bye) else f" of version {version_of(message)}"
     return f"{type(message).__name__}{version}"
 

@@ -114,7 +114,7 @@ class Machine:
         return applied
 
 
-class _Broken(Exception):
+class _WrongLine(Exception):
     def __init__(self, what: str, allowed: tuple[str, ...] = ()) -> None:
         super().__init__(what)
         self.what = what
@@ -123,11 +123,11 @@ class _Broken(Exception):
 
 def replay(machine: Machine) -> None:
     """Replay a machine's lines up to the first that is wrong, which becomes its finding."""
-    player = _Player(machine)
+    player = _LineReplayer(machine)
     for number, line in enumerate(machine.lines):
         try:
             machine.moments.append(player.take(number, line))
-        except _Broken as broken:
+        except _WrongLine as broken:
             machine.finding = Finding(line, broken.what, broken.allowed, "the machine's own steps")
             return
         except (ValueError, KeyError, TypeError) as error:
@@ -136,7 +136,7 @@ def replay(machine: Machine) -> None:
             return
 
 
-class _Player:
+class _LineReplayer:
     def __init__(self, machine: Machine) -> None:
         self._half = HALVES[machine.role]
         self._role = machine.role
@@ -148,18 +148,22 @@ class _Player:
 
     def take(self, number: int, line: Line) -> Moment:
         if line.fields.get("n") != number:
-            raise _Broken(f"it is event {line.fields.get('n')} of its machine, but event {number} is missing before it")
+            raise _WrongLine(
+                f"it is event {line.fields.get('n')} of its machine, but event {number} is missing before it"
+            )
         if (line.what is LineKind.BORN) != (number == 0):
-            raise _Broken("a machine begins once, with its birth")
+            raise _WrongLine("a machine begins once, with its birth")
         if line.fields.get("role") != self._role:
-            raise _Broken(f"its machine is a {self._role}")
+            raise _WrongLine(f"its machine is a {self._role}")
         if line.time < self._time:
-            raise _Broken("it was written before the line that precedes it")
+            raise _WrongLine("it was written before the line that precedes it")
         self._time = line.time
         _require_fields(line)
         self._number_links(line)
         if self._reports.due is not None and line.what is not LineKind.REPORTED:
-            raise _Broken(f"the caller got no report after {type(self._reports.due).__name__}", ("first its report",))
+            raise _WrongLine(
+                f"the caller got no report after {type(self._reports.due).__name__}", ("first its report",)
+            )
         state, data = self._state, self._data
         event, step = self._advance(line)
         expected = line.fields.get("message")
@@ -172,9 +176,9 @@ class _Player:
         if line.what is LineKind.LINK:
             self._links += 1
             if link != self._links:
-                raise _Broken(f"link {link} is created, but {self._links} is the next number")
+                raise _WrongLine(f"link {link} is created, but {self._links} is the next number")
         elif link is not None and not 1 <= link <= self._links:
-            raise _Broken(f"link {link} was never created")
+            raise _WrongLine(f"link {link} was never created")
 
     def _advance(self, line: Line) -> tuple[Any, Step | None]:
         match line.what:
@@ -183,17 +187,17 @@ class _Player:
                 return event, self._step(line, event)
             case LineKind.REFUSED:
                 event = decoded(self._half.event, line.fields["event"])
-                self._refused(line, event)
+                self._check_refusal(line, event)
                 return event, None
             case LineKind.REPORTED:
-                self._reported(line)
+                self._check_report(line)
         return None, None
 
     def _step(self, line: Line, event: Any) -> Step:
         try:
             step = self._half.step(self._state, self._data, event)
         except WeightSyncError as error:
-            raise _Broken(f"the model refuses this event: {error}", (possible(self._role, self._state),)) from error
+            raise _WrongLine(f"the model refuses this event: {error}", (possible(self._role, self._state),)) from error
         expected = {"input": step.input, "before": self._state, "after": step.to, "data": step.data}
         self._compare(line, {**expected, "effects": step.effects})
         self._state, self._data = step.to, step.data
@@ -201,7 +205,7 @@ class _Player:
             self._reports.step(event, step)
         return step
 
-    def _refused(self, line: Line, event: Any) -> None:
+    def _check_refusal(self, line: Line, event: Any) -> None:
         try:
             step = self._half.step(self._state, self._data, event)
         except WeightSyncError as error:
@@ -209,21 +213,21 @@ class _Player:
             self._compare(line, expected)
             return
         named = step.input.value if step.input else "LATE"
-        raise _Broken(f"the model accepts this event, as {named}", (possible(self._role, self._state),))
+        raise _WrongLine(f"the model accepts this event, as {named}", (possible(self._role, self._state),))
 
-    def _reported(self, line: Line) -> None:
+    def _check_report(self, line: Line) -> None:
         if not isinstance(self._data, sending.SenderData):
-            raise _Broken("only senders report")
+            raise _WrongLine("only senders report")
         try:
             self._compare(line, self._reports.expected(line.fields, self._data))
         except FalseReportError as error:
-            raise _Broken(str(error)) from error
+            raise _WrongLine(str(error)) from error
 
     def _compare(self, line: Line, wanted: dict[str, Any]) -> None:
         must = {name: plain(value) for name, value in wanted.items()}
         found = list(differences({name: line.fields.get(name) for name in must}, must))
         if found:
-            raise _Broken("; ".join(found), (_allowed(must), possible(self._role, self._state)))
+            raise _WrongLine("; ".join(found), (_describe_allowed(must), possible(self._role, self._state)))
 
 
 _FIELDS: dict[LineKind, dict[str, type]] = {
@@ -252,7 +256,7 @@ def _require_fields(line: Line) -> None:
         raise ValueError("it has no worker")
 
 
-def _allowed(must: dict[str, Any]) -> str:
+def _describe_allowed(must: dict[str, Any]) -> str:
     if "outcomes" in must:
         return f"the report says {value(must['outcomes'])}"
     if "input" not in must:
@@ -264,17 +268,17 @@ def decoded(kind: Any, recorded: Any) -> Any:
     """The value of type ``kind`` that ``recorded`` encodes. Raises ValueError: it encodes no such value."""
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
-        return _one_of(typing.get_args(kind), recorded)
+        return _decode_union(typing.get_args(kind), recorded)
     if origin is tuple:
-        return _tuple(typing.get_args(kind)[0], recorded)
+        return _decode_tuple(typing.get_args(kind)[0], recorded)
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(typing.get_args(kind)[1], recorded)
+        return _decode_mapping(typing.get_args(kind)[1], recorded)
     if isinstance(kind, type) and issubclass(kind, Struct):
-        return _record(kind, recorded)
-    return _scalar(kind, recorded)
+        return _decode_record(kind, recorded)
+    return _decode_scalar(kind, recorded)
 
 
-def _scalar(kind: Any, recorded: Any) -> Any:
+def _decode_scalar(kind: Any, recorded: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         if recorded not in kind.__members__:
             raise ValueError(f"{recorded!r} is not a {kind.__name__}")
@@ -288,7 +292,7 @@ def _scalar(kind: Any, recorded: Any) -> Any:
     raise ValueError(f"{recorded!r} encodes no {getattr(kind, '__name__', kind)}")
 
 
-def _one_of(kinds: tuple[Any, ...], recorded: Any) -> Any:
+def _decode_union(kinds: tuple[Any, ...], recorded: Any) -> Any:
     if recorded is None and types.NoneType in kinds:
         return None
     rest = [kind for kind in kinds if kind is not types.NoneType]
@@ -301,20 +305,20 @@ def _one_of(kinds: tuple[Any, ...], recorded: Any) -> Any:
     raise ValueError(f"{named!r} is none of {', '.join(kind.__name__ for kind in rest)}")
 
 
-def _tuple(kind: Any, recorded: Any) -> tuple[Any, ...]:
+def _decode_tuple(kind: Any, recorded: Any) -> tuple[Any, ...]:
     """Decode a tuple; all tuples of events and messages have one element type and any length."""
     if not isinstance(recorded, list):
         raise ValueError(f"{recorded!r} is not a list")
     return tuple(decoded(kind, each) for each in recorded)
 
 
-def _mapping(kind: Any, recorded: Any) -> dict[int, Any]:
+def _decode_mapping(kind: Any, recorded: Any) -> dict[int, Any]:
     if not isinstance(recorded, dict):
         raise ValueError(f"{recorded!r} is not a mapping")
     return {int(key): decoded(kind, each) for key, each in recorded.items()}
 
 
-def _record(kind: type, recorded: Any) -> Any:
+def _decode_record(kind: type, recorded: Any) -> Any:
     if not isinstance(recorded, dict) or recorded.get("is") != kind.__name__:
         raise ValueError(f"{recorded!r} is not a {kind.__name__}")
     hints = _hints(kind)
@@ -377,7 +381,7 @@ class Reports:
         self._due = None
         must: dict[str, object] = {"incarnation": data.incarnation, "not_caught_up": {}}
         if version is None:
-            return must | {"outcomes": _all_ended(outcomes, data), "superseded": {}, "left": {}}
+            return must | {"outcomes": _ended_outcomes(outcomes, data), "superseded": {}, "left": {}}
         must["superseded"] = self._given_up(superseded, outcomes)
         over, out = self._over.pop(version, None), data.outstanding
         if over is not None:
@@ -409,7 +413,7 @@ def _reason(outcomes: Mapping[int, Outcome], worker: int, kind: OutcomeKind) -> 
     return outcome.reason if outcome is not None and kind is OutcomeKind.TIMED_OUT else ""
 
 
-def _all_ended(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
+def _ended_outcomes(outcomes: Mapping[int, Outcome], data: sending.SenderData) -> dict[int, Outcome]:
     """The outcomes of a send that was refused because no target has a link."""
     return {
         worker: sending.ended(entry) for worker, entry in data.workers.items() if worker in outcomes and not entry.open

@@ -80,7 +80,7 @@ class OpenLink:
         return waiting
 
 
-class Talk:
+class MessageChecker:
     """One machine's links, and the messages that must be sent over them. Subclasses interpret effects."""
 
     def __init__(self) -> None:
@@ -94,39 +94,39 @@ class Talk:
         line = moment.line
         match line.what:
             case LineKind.LINK:
-                self._laid(moment)
+                self._on_link_created(moment)
                 self.open[moment.link] = OpenLink(Delivery[line.fields["delivery"]], line.fields.get("worker", 0))
             case LineKind.SENT:
-                self._sent(moment, moment.message)
+                self._check_sent(moment, moment.message)
             case LineKind.CLOSED:
-                self._named(moment)
-                self._sent(moment, None)
+                self._check_goodbye(moment)
+                self._check_sent(moment, None)
                 self.open.pop(moment.link, None)
             case LineKind.RECEIVED:
-                self._nothing_waits(moment)
-                self._received(moment)
+                self._require_nothing_due(moment)
+                self._check_received(moment)
             case LineKind.FAILED:
                 if moment.link in self.open:
                     self.open[moment.link].failing = str(moment.line.fields.get("reason"))
                     self.open[moment.link].received = None
             case LineKind.STEP | LineKind.REFUSED:
-                self._nothing_waits(moment)
-                self._stepped(moment)
+                self._require_nothing_due(moment)
+                self._queue_due_messages(moment)
 
-    def _named(self, moment: Moment) -> None:
+    def _check_goodbye(self, moment: Moment) -> None:
         """A sender says goodbye as it closes a link."""
         data = moment.after
         if isinstance(data, sending.SenderData) and moment.line.fields.get("incarnation") != data.incarnation:
             raise UnexpectedLine("its goodbye names another incarnation", f"incarnation {data.incarnation}")
 
-    def _sent(self, moment: Moment, message: Message | None) -> None:
+    def _check_sent(self, moment: Moment, message: Message | None) -> None:
         if moment.link not in self.open:
             raise UnexpectedLine(f"link {moment.link} is not open")
         for each in self.extra:
             if each.fits(moment.link, message):
                 self.extra.remove(each)
                 return
-        self._skip()
+        self._skip_unsendable()
         if self.todo and self.todo[0].fits(moment.link, message):
             head = self.todo.popleft()
             if head.kind is Update:
@@ -136,7 +136,7 @@ class Talk:
             due = f"now {self.todo[0]}" if self.todo else "nothing is to be sent now"
             raise UnexpectedLine("no effect of a step asks for this", due)
 
-    def _skip(self) -> None:
+    def _skip_unsendable(self) -> None:
         """Leave out messages that have nowhere to go, or wait for a worker's answers."""
         while self.todo:
             head = self.todo[0]
@@ -147,14 +147,14 @@ class Talk:
                 link.waiting = head.version
             self.todo.popleft()
 
-    def _nothing_waits(self, moment: Moment) -> None:
+    def _require_nothing_due(self, moment: Moment) -> None:
         """Between steps everything is sent, unless a link fails in the meantime."""
-        self._skip()
+        self._skip_unsendable()
         waiting = [*self.extra, *self.todo]
         if waiting and all(link.failing is None for link in self.open.values()) and not self._may_interleave(moment):
             raise UnexpectedLine(f"a step asked for what did not happen: {waiting[0]}", f"first {waiting[0]}")
 
-    def _received(self, moment: Moment) -> None:
+    def _check_received(self, moment: Moment) -> None:
         link = self.open.get(moment.link)
         if link is None:
             raise UnexpectedLine(f"link {moment.link} is not open")
@@ -172,14 +172,14 @@ class Talk:
         """Whether this step may come while a message waits to be sent."""
         return False
 
-    def _laid(self, moment: Moment) -> None:
+    def _on_link_created(self, moment: Moment) -> None:
         """A link is created."""
 
-    def _stepped(self, moment: Moment) -> None:
+    def _queue_due_messages(self, moment: Moment) -> None:
         """A step was taken or refused: determine what must be sent now."""
 
 
-class SenderTalk(Talk):
+class SenderMessageChecker(MessageChecker):
     """A sender's messages."""
 
     def __init__(self) -> None:
@@ -187,34 +187,34 @@ class SenderTalk(Talk):
         #: The link that was created and whose worker joins next; 0: none.
         self._joining = 0
 
-    def _laid(self, moment: Moment) -> None:
-        self._nothing_waits(moment)
+    def _on_link_created(self, moment: Moment) -> None:
+        self._require_nothing_due(moment)
         if self._joining:
             raise UnexpectedLine(f"no worker has joined on link {self._joining}", "first its worker joins")
         self._joining = moment.link
 
-    def _stepped(self, moment: Moment) -> None:
+    def _queue_due_messages(self, moment: Moment) -> None:
         event, data = moment.event, moment.after
         assert isinstance(data, sending.SenderData)
-        self._join(event)
+        self._check_join(event)
         if isinstance(event, sending.Answer):
-            self._taken(event)
+            self._check_taken(event)
         if isinstance(event, sending.LinkLost):
-            self._lost(event)
+            self._note_loss(event)
         effects = () if moment.step is None else moment.step.effects
         for effect in effects:
-            self._follow(effect, data.incarnation)
+            self._queue_effect(effect, data.incarnation)
         if isinstance(event, sending.Answer) and not any(isinstance(each, sending.CloseLink) for each in effects):
             self._catch_up(event, data)
 
-    def _lost(self, event: sending.LinkLost) -> None:
+    def _note_loss(self, event: sending.LinkLost) -> None:
         link = self.open.get(event.link)
         if link is not None:
             link.received = None
             # Its last messages come before the loss that its failure causes.
             link.failing = None if link.failing == event.reason else link.failing
 
-    def _join(self, event: object) -> None:
+    def _check_join(self, event: object) -> None:
         match event:
             case sending.Join(worker, link):
                 created = self.open.get(link)
@@ -226,7 +226,7 @@ class SenderTalk(Talk):
             case _ if self._joining and not isinstance(event, sending.LinkLost):
                 raise UnexpectedLine(f"no worker has joined on link {self._joining}", "first its worker joins")
 
-    def _follow(self, effect: object, incarnation: int) -> None:
+    def _queue_effect(self, effect: object, incarnation: int) -> None:
         match effect:
             case sending.Greet(_, link, due):
                 self.todo.append(DueMessage(link, Hello, incarnation, due))
@@ -241,7 +241,7 @@ class SenderTalk(Talk):
         # A link that could not be written to is reported again when read, and is replaced or lost by then.
         return moment.step is not None and moment.step.input is None
 
-    def _taken(self, event: sending.Answer) -> None:
+    def _check_taken(self, event: sending.Answer) -> None:
         link = self.open.get(event.link)
         received = None if link is None else link.received
         if link is not None:
@@ -260,7 +260,7 @@ class SenderTalk(Talk):
                 self.extra.append(DueMessage(event.link, Update, data.incarnation, waiting))
 
 
-class ReceiverTalk(Talk):
+class ReceiverMessageChecker(MessageChecker):
     """A receiver's messages."""
 
     def __init__(self) -> None:
@@ -269,12 +269,12 @@ class ReceiverTalk(Talk):
         self._may_close: set[int] = set()
         self._may_leave: set[int] = set()
 
-    def _received(self, moment: Moment) -> None:
+    def _check_received(self, moment: Moment) -> None:
         data = moment.after
         assert isinstance(data, receiving.ReceiverData)
         if moment.state is State.AWAITING_ACK and moment.link == data.link:
             raise UnexpectedLine("the current link is read while an answer is owed", "first the answer is sent")
-        super()._received(moment)
+        super()._check_received(moment)
 
     def _may_interleave(self, moment: Moment) -> bool:
         data = moment.before
@@ -286,20 +286,20 @@ class ReceiverTalk(Talk):
             return moment.link in self._may_close
         return isinstance(message, Bye) and moment.link in self._may_leave and not message.incarnation
 
-    def _stepped(self, moment: Moment) -> None:
+    def _queue_due_messages(self, moment: Moment) -> None:
         event, step, data = moment.event, moment.step, moment.after
         assert isinstance(data, receiving.ReceiverData)
         if isinstance(event, receiving.HelloArrived | receiving.UpdateArrived | receiving.Goodbye):
-            self._taken(event)
+            self._check_taken(event)
         if isinstance(event, receiving.LinkDown) and event.link in self.open:
             self.open[event.link].failing = None
         if isinstance(event, receiving.Close | receiving.Fail | receiving.Broken) and step is not None:
             self._may_close |= set(self.open)
             self._may_leave |= set(self.open)
         for effect in () if step is None else step.effects:
-            self._follow(effect, data)
+            self._queue_effect(effect, data)
 
-    def _follow(self, effect: object, data: receiving.ReceiverData) -> None:
+    def _queue_effect(self, effect: object, data: receiving.ReceiverData) -> None:
         match effect:
             case receiving.Greet(link):
                 served = data.served
@@ -317,7 +317,7 @@ class ReceiverTalk(Talk):
                 self.todo.append(DueMessage(link, Bye, data.fence))
                 self.todo.append(DueMessage(link, sending.CloseLink))
 
-    def _taken(self, event: receiving.HelloArrived | receiving.UpdateArrived | receiving.Goodbye) -> None:
+    def _check_taken(self, event: receiving.HelloArrived | receiving.UpdateArrived | receiving.Goodbye) -> None:
         link = self.open.get(event.link)
         received = None if link is None else link.received
         if link is not None:
@@ -335,10 +335,10 @@ _MESSAGES = {receiving.HelloArrived: Hello, receiving.UpdateArrived: Update, rec
 
 def listen(machine: Machine) -> Finding | None:
     """The first line at which a machine sends or takes a message that it may not, if there is one."""
-    talk: Talk = SenderTalk() if machine.role is Role.SENDER else ReceiverTalk()
+    checker: MessageChecker = SenderMessageChecker() if machine.role is Role.SENDER else ReceiverMessageChecker()
     for moment in machine.moments:
         try:
-            talk.take(moment)
+            checker.take(moment)
         except UnexpectedLine as unfit:
             return Finding(moment.line, unfit.what, (unfit.allowed,) if unfit.allowed else (), RULE)
     return None

@@ -43,10 +43,10 @@ _PROPERTIES = (
 )
 #: Checks the wrapper, not the runs. It costs more than all other properties, so only the first batch has it, with about
 #: one run per action.
-_OF_FOLLOWING = "OnlyTheModels"
+_FOLLOWING_PROPERTY = "OnlyTheModels"
 #: How many events one JVM follows, and how many JVMs run at once: each uses one core, and up to 2 GB.
 _BATCH = 4000
-_AT_ONCE = 2
+_MAX_JVMS = 2
 
 
 class TlcFailedError(WeightSyncError):
@@ -99,9 +99,9 @@ def follow(tools: Toolchain, runs: Sequence[Run], bounds: Bounds | None = None) 
     if ways:
         every_action, others = _with_every_action(ways)
         batches = [every_action, *_batches(others)]
-        checked = [(_OF_FOLLOWING,), *repeat((), len(batches) - 1)]
-        with ThreadPoolExecutor(_AT_ONCE) as pool, Jvms() as jvms:
-            found = pool.map(partial(_accepted, tools, jvms), batches, checked)
+        checked = [(_FOLLOWING_PROPERTY,), *repeat((), len(batches) - 1)]
+        with ThreadPoolExecutor(_MAX_JVMS) as pool, Jvms() as jvms:
+            found = pool.map(partial(_accepted_in_batch, tools, jvms), batches, checked)
             for batch, accepted in zip(batches, found, strict=True):
                 _count(tools, jvms, batch, accepted, followed)
     return followed
@@ -167,7 +167,9 @@ def _batches(ways: Sequence[list[Modelled]]) -> Iterator[list[list[Modelled]]]:
         yield batch
 
 
-def _accepted(tools: Toolchain, jvms: Jvms, batch: Sequence[Sequence[Modelled]], more: Sequence[str]) -> set[int]:
+def _accepted_in_batch(
+    tools: Toolchain, jvms: Jvms, batch: Sequence[Sequence[Modelled]], more: Sequence[str]
+) -> set[int]:
     return accepted_of(tools, [alike[0] for alike in batch], more, jvms)
 
 
@@ -178,7 +180,7 @@ def _count(
     followed.ways += len(accepted)
     followed.events += sum(len(alike[0].acts) for alike in batch)
     refused = [alike[0] for number, alike in enumerate(batch, 1) if number not in accepted]
-    followed.findings += _where(tools, jvms, refused) if refused else []
+    followed.findings += _find_refusals(tools, jvms, refused) if refused else []
 
 
 def accepted_of(
@@ -189,7 +191,7 @@ def accepted_of(
     return {int(number) for number in _ACCEPTED.findall(output)}
 
 
-def _where(tools: Toolchain, jvms: Jvms, refused: Sequence[Modelled]) -> list[Finding]:
+def _find_refusals(tools: Toolchain, jvms: Jvms, refused: Sequence[Modelled]) -> list[Finding]:
     """How far the model could follow each run that it refused."""
     reached: Counter[int] = Counter()
     for number, at in _REACHED.findall(_run(tools, refused, _config(refused, ("Reached",), ()), jvms)):

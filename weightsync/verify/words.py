@@ -56,7 +56,9 @@ def value(recorded: Any, depth: int = 0) -> str:
     if depth > _DEEPEST:
         return "..."
     if isinstance(recorded, dict):
-        inner = ", ".join(f"{name}={value(each, depth + 1)}" for name, each in recorded.items() if name not in _DULL)
+        inner = ", ".join(
+            f"{name}={value(each, depth + 1)}" for name, each in recorded.items() if name not in _OMITTED_FIELDS
+        )
         return f"{recorded.get('is', '')}({inner})"
     if isinstance(recorded, list):
         return f"[{', '.join(value(each, depth + 1) for each in recorded)}]"
@@ -66,7 +68,7 @@ def value(recorded: Any, depth: int = 0) -> str:
     return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
 
 
-_DULL = frozenset({"is", "model_id", "host", "pid", "started", "layout", "seconds", "remote_traceback"})
+_OMITTED_FIELDS = frozenset({"is", "model_id", "host", "pid", "started", "layout", "seconds", "remote_traceback"})
 
 
 def number(recorded: int) -> str:

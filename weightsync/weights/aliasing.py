@@ -40,7 +40,7 @@ def sharing_of(tensors: Sequence[Tensor]) -> Sharing:
     expanded = tuple(i for i, tensor in enumerate(tensors) if _is_expanded(tensor))
     ties, overlaps = [], []
     for cluster in _clusters(tensors):
-        if len({_geometry(tensors[i]) for i in cluster}) > 1 or any(_folds(tensors[i]) for i in cluster):
+        if len({_geometry(tensors[i]) for i in cluster}) > 1 or any(_may_self_overlap(tensors[i]) for i in cluster):
             overlaps.append(cluster)
         elif len(cluster) > 1:
             ties.append(cluster)
@@ -94,7 +94,7 @@ def agrees(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     return all(same_bits(place, value) for place, value in zip(places, values, strict=True))
 
 
-def copies_together(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+def copy_preserving_aliases(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
     """Copies of tensors that lie in this memory, given as bytes. They share memory with each other as these do."""
     start = min(tensor.data_ptr() for tensor in tensors) - memory.data_ptr()
     start -= start % ALIGNMENT
@@ -159,22 +159,22 @@ def _end(tensor: Tensor) -> int:
 
 
 def _geometry(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(_steps(tensor)), tuple(tensor.shape)
+    return tensor.data_ptr(), tensor.dtype, tuple(_sizes_and_strides(tensor)), tuple(tensor.shape)
 
 
-def _steps(tensor: Tensor) -> Iterable[tuple[int, int]]:
+def _sizes_and_strides(tensor: Tensor) -> Iterable[tuple[int, int]]:
     """Size and stride of each dimension larger than 1."""
     return ((size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.numel() > 1 and any(step == 0 for _, step in _steps(tensor))
+    return tensor.numel() > 1 and any(step == 0 for _, step in _sizes_and_strides(tensor))
 
 
-def _folds(tensor: Tensor) -> bool:
+def _may_self_overlap(tensor: Tensor) -> bool:
     """Whether two elements may share one place in memory, as in sliding windows."""
     reach = 0
-    for size, step in sorted(_steps(tensor), key=lambda dimension: dimension[1]):
+    for size, step in sorted(_sizes_and_strides(tensor), key=lambda dimension: dimension[1]):
         if step <= reach:
             return True
         reach += (size - 1) * step

@@ -71,7 +71,7 @@ def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes
             if sum(sizes.values()) > most:
                 return
             last = min(first + _STRIDE * BLOCK, end // word)
-            for block in _differing(old[first:last], new[first:last], first // BLOCK):
+            for block in _differing_blocks(old[first:last], new[first:last], first // BLOCK):
                 found[start].append(block)
                 sizes[start] += _RECORD.itemsize + len(block[2]) + len(block[3])
 
@@ -85,7 +85,7 @@ def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes
     return b"".join((head, records.tobytes(), *values, *positions, payload[whole:]))
 
 
-def _differing(old: Any, new: Any, number: int) -> Iterator[_Block]:
+def _differing_blocks(old: Any, new: Any, number: int) -> Iterator[_Block]:
     """The blocks that differ, among words that start at the beginning of a block."""
     differs = old != new
     if not differs.any():
@@ -133,7 +133,7 @@ def apply(delta: memoryview, payload: memoryview) -> None:
     for block, count, size, length in zip(
         records["block"].tolist(), counts.tolist(), sizes.tolist(), words.tolist(), strict=True
     ):
-        which = _which(delta[before : before + size], count, length)
+        which = _decode_positions(delta[before : before + size], count, length)
         held[block * BLOCK : block * BLOCK + length][which] = values[at : at + count]
         at, before = at + count, before + size
     payload[whole:] = delta[tail:]
@@ -149,7 +149,7 @@ def _read_head(delta: memoryview, nbytes: int) -> tuple[int, Any]:
     return word, numpy.frombuffer(delta[_HEAD.size : end], _RECORD)
 
 
-def _which(encoded: memoryview, count: int, length: int) -> Any:
+def _decode_positions(encoded: memoryview, count: int, length: int) -> Any:
     """Which words of a block differ, as an index of them."""
     if count == length:
         return slice(None)

@@ -85,13 +85,13 @@ def _refuse_different(layout: Layout, sharing: Sharing, tensors: Sequence[Tensor
     for tie in sharing.ties:
         for twin in tie[1:]:
             if not same_bits(values[tie[0]], values[twin]):
-                raise _disagreement(layout, (tie[0], twin), "are tied")
+                raise _disagreement_error(layout, (tie[0], twin), "are tied")
     for overlap in sharing.overlaps:
         if not agrees([tensors[index] for index in overlap], [values[index] for index in overlap]):
-            raise _disagreement(layout, overlap, "share memory")
+            raise _disagreement_error(layout, overlap, "share memory")
 
 
-def _disagreement(layout: Layout, indices: Iterable[int], how: str) -> LayoutError:
+def _disagreement_error(layout: Layout, indices: Iterable[int], how: str) -> LayoutError:
     names = [layout.entries[index].name for index in indices]
     listed = ", ".join(f"'{name}'" for name in names)
     return LayoutError(

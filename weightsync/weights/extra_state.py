@@ -89,7 +89,7 @@ def encode_extras(extras: Mapping[str, ExtraState]) -> bytes:
     parts = [_COUNT.pack(len(extras))]
     for module in sorted(extras):
         try:
-            parts += (_encoded(module, 0), _encoded(extras[module], 0))
+            parts += (_encode_value(module, 0), _encode_value(extras[module], 0))
         except _UnsupportedError as error:
             name = extra_state_name(module)
             message = (
@@ -133,9 +133,9 @@ def _text_pairs(reader: _Reader) -> Iterable[tuple[str, ExtraState]]:
         yield module, reader.value(0)
 
 
-def _encoded(value: ExtraState, depth: int) -> bytes:
+def _encode_value(value: ExtraState, depth: int) -> bytes:
     if isinstance(value, Tensor):
-        return _encoded_tensor(value)
+        return _encode_tensor(value)
     # Exact types only: a numpy scalar or an IntEnum would arrive as another type.
     encoder = _ENCODERS.get(type(value))
     if encoder is None:
@@ -145,50 +145,50 @@ def _encoded(value: ExtraState, depth: int) -> bytes:
     return encoder(value, depth + 1)
 
 
-def _encoded_tensor(tensor: Tensor) -> bytes:
+def _encode_tensor(tensor: Tensor) -> bytes:
     # A subclass of Tensor may raise anything when it is copied.
     why = why_unsupported(tensor) if type(tensor) in PLAIN else why_uncopied(tensor)
     if why:
         raise _UnsupportedError(f"a tensor that {why}")
     dtype = DTYPE_NAMES[tensor.dtype].encode()
     shape = struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
-    return b"T" + b"".join(map(_sized, (dtype, shape, bits_of(tensor).numpy().tobytes())))
+    return b"T" + b"".join(map(_with_length, (dtype, shape, bits_of(tensor).numpy().tobytes())))
 
 
-def _sized(data: bytes) -> bytes:
+def _with_length(data: bytes) -> bytes:
     return _COUNT.pack(len(data)) + data
 
 
-def _encoded_int(value: int, _depth: int) -> bytes:
-    return b"i" + _sized(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+def _encode_int(value: int, _depth: int) -> bytes:
+    return b"i" + _with_length(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
 def _sequence(tag: bytes) -> Callable[[Any, int], bytes]:
     def encode(values: list[Any] | tuple[Any, ...], depth: int) -> bytes:
-        return tag + _COUNT.pack(len(values)) + b"".join(_encoded(value, depth) for value in values)
+        return tag + _COUNT.pack(len(values)) + b"".join(_encode_value(value, depth) for value in values)
 
     return encode
 
 
-def _encoded_items(value: Mapping[Any, Any], depth: int) -> list[bytes]:
+def _encode_items(value: Mapping[Any, Any], depth: int) -> list[bytes]:
     for key in value:
         if type(key) not in (str, int):
             raise _UnsupportedError(f"a dict with a key of type {type(key).__qualname__}")
-    return [_encoded(key, depth) + _encoded(item, depth) for key, item in value.items()]
+    return [_encode_value(key, depth) + _encode_value(item, depth) for key, item in value.items()]
 
 
 _ENCODERS: Mapping[type, Callable[[Any, int], bytes]] = {
     type(None): lambda _value, _depth: b"N",
     bool: lambda value, _depth: b"1" if value else b"0",
-    int: _encoded_int,
+    int: _encode_int,
     float: lambda value, _depth: b"f" + _FLOAT.pack(value),
     complex: lambda value, _depth: b"c" + _COMPLEX.pack(value.real, value.imag),
-    str: lambda value, _depth: b"s" + _sized(value.encode("utf-8", "surrogatepass")),
-    bytes: lambda value, _depth: b"b" + _sized(value),
+    str: lambda value, _depth: b"s" + _with_length(value.encode("utf-8", "surrogatepass")),
+    bytes: lambda value, _depth: b"b" + _with_length(value),
     list: _sequence(b"l"),
     tuple: _sequence(b"t"),
-    dict: lambda value, depth: b"d" + _COUNT.pack(len(value)) + b"".join(sorted(_encoded_items(value, depth))),
-    OrderedDict: lambda value, depth: b"o" + _COUNT.pack(len(value)) + b"".join(_encoded_items(value, depth)),
+    dict: lambda value, depth: b"d" + _COUNT.pack(len(value)) + b"".join(sorted(_encode_items(value, depth))),
+    OrderedDict: lambda value, depth: b"o" + _COUNT.pack(len(value)) + b"".join(_encode_items(value, depth)),
 }
 
 
@@ -235,7 +235,7 @@ class _Reader:
             yield key, self.value(depth)
 
 
-def _decoded_tensor(reader: _Reader, _depth: int) -> Tensor:
+def _decode_tensor(reader: _Reader, _depth: int) -> Tensor:
     name, dims, data = reader.sized(), reader.sized(), reader.sized()
     dtype = DTYPES.get(name.decode("ascii"))
     shape = struct.unpack(f"<{len(dims) // 8}Q", dims)
@@ -257,7 +257,7 @@ _DECODERS: Mapping[bytes, Callable[[_Reader, int], ExtraState]] = {
     b"c": lambda reader, _depth: complex(*_COMPLEX.unpack(reader.take(_COMPLEX.size))),
     b"s": lambda reader, _depth: reader.sized().decode("utf-8", "surrogatepass"),
     b"b": lambda reader, _depth: reader.sized(),
-    b"T": _decoded_tensor,
+    b"T": _decode_tensor,
     b"l": lambda reader, depth: reader.values(depth),
     b"t": lambda reader, depth: tuple(reader.values(depth)),
     b"d": lambda reader, depth: dict(reader.items(depth)),
@@ -297,20 +297,20 @@ def refuse_hidden_state(
     """
     _refuse_invisible_state(customising)
     before = [_mark(tensor) for tensor in tensors.values()]
-    hidden = dict(_hidden(_flat(_state_dict_of(root), prefix, extras), tensors))
+    hidden = dict(_hidden_entries(_flatten(_state_dict_of(root), prefix, extras), tensors))
     changed = [name for (name, tensor), mark in zip(tensors.items(), before, strict=True) if _mark(tensor) != mark]
-    for name in (*changed, *_replaced(customising, tensors)):
+    for name in (*changed, *_replaced_names(customising, tensors)):
         hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
     if hidden:
         raise LayoutError(_message(root, customising, hidden), mismatched=hidden)
 
 
-def _replaced(customising: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _replaced_names(customising: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the names below which modules that customise their state dict have other tensors by now."""
     for prefix, module in customising.items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{key}" if prefix else key
-            if tensor is not None and name in tensors and _place(tensor) != _place(tensors[name]):
+            if tensor is not None and name in tensors and _memory_of(tensor) != _memory_of(tensors[name]):
                 yield name
 
 
@@ -330,7 +330,7 @@ def _refuse_invisible_state(customising: Mapping[str, nn.Module]) -> None:
             why = "is scripted and frozen: its weights are constants of its code. Send it as it was before freeze()"
         else:
             continue
-        raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
+        raise LayoutError(f"{_describe_module(name, module)} {why}.", mismatched={name: why})
 
 
 @PerClass
@@ -351,7 +351,7 @@ def refuse_fsdp(customising: Mapping[str, nn.Module]) -> None:
                 "is wrapped by fully_shard(): this rank holds only its shards. To send the model, call "
                 "weightsync.send_sharded() on every rank; a worker's model must hold plain tensors"
             )
-            raise LayoutError(f"{_where(name, module)} {why}.", mismatched={name: why})
+            raise LayoutError(f"{_describe_module(name, module)} {why}.", mismatched={name: why})
 
 
 def _code_of(module: torch.jit.ScriptModule) -> str:
@@ -387,10 +387,10 @@ def _call_state_dict(root: nn.Module) -> Mapping[str, Any]:
 
 def _mark(tensor: Tensor) -> tuple[int, object]:
     """How often a tensor was written, and where it is. Inference tensors and subclasses do not count writes."""
-    return tensor._version if type(tensor) in PLAIN and counts_writes(tensor) else 0, _place(tensor)
+    return tensor._version if type(tensor) in PLAIN and counts_writes(tensor) else 0, _memory_of(tensor)
 
 
-def _hidden(entries: Iterable[tuple[str, Any]], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+def _hidden_entries(entries: Iterable[tuple[str, Any]], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the entries of a state dict that an update would not contain: the name, and what it is."""
     unnamed = []
     for name, value in entries:
@@ -401,9 +401,9 @@ def _hidden(entries: Iterable[tuple[str, Any]], tensors: Mapping[str, Tensor]) -
         elif not _is_lazy_or_alike(tensors[name], value):
             yield name, f"has the shape {tuple(value.shape)} there, but {tuple(tensors[name].shape)} in the module"
     # A hook may rename entries (e.g. drop a wrapper's prefix), so compare those by their memory.
-    places = {_place(tensor) for tensor in tensors.values()} if unnamed else set()
+    places = {_memory_of(tensor) for tensor in tensors.values()} if unnamed else set()
     for name, value in unnamed:
-        if _place(value) not in places:
+        if _memory_of(value) not in places:
             yield name, "is a tensor that is neither a parameter nor a persistent buffer"
 
 
@@ -411,19 +411,19 @@ def _is_lazy_or_alike(read: Tensor, saved: Tensor) -> bool:
     return read is saved or nn.parameter.is_lazy(read) or read.shape == saved.shape
 
 
-def _flat(state: Mapping[Any, Any], prefix: str, extras: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _flatten(state: Mapping[Any, Any], prefix: str, extras: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a state dict and of dicts in it, except the extra state, which may itself be a dict."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if name in extras:
             continue
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.", extras)
+            yield from _flatten(value, f"{name}.", extras)
         else:
             yield name, value
 
 
-def _place(tensor: Tensor) -> object:
+def _memory_of(tensor: Tensor) -> object:
     try:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     except Exception:  # noqa: BLE001 - it has no memory (sparse), or a subclass raises: it equals only itself
@@ -432,7 +432,7 @@ def _place(tensor: Tensor) -> object:
 
 def _message(root: nn.Module, customising: Mapping[str, nn.Module], hidden: Mapping[str, str]) -> str:
     entries = listed([f"{quoted(name)} {what}" for name, what in hidden.items()])
-    owners = listed([_where(name, module) for name, module in customising.items()])
+    owners = listed([_describe_module(name, module) for name, module in customising.items()])
     return (
         f"{_name_of(type(root))} keeps state outside its parameters, persistent buffers and extra state, which would "
         f"not be sent. Its state dict has {len(hidden)} such entries: {entries}. Modules that customise their state "
@@ -446,7 +446,7 @@ _ADVICE = (
 )
 
 
-def _where(name: str, module: nn.Module) -> str:
+def _describe_module(name: str, module: nn.Module) -> str:
     kind = _name_of(type(module))
     return f"{quoted(name)} ({kind})" if name else kind
 

@@ -128,7 +128,7 @@ class Layout:
     ) -> None:
         sized = [(name, dtype, shape, _nbytes(name, dtype, shape)) for name, dtype, shape in specs]
         sized.sort(key=lambda spec: (-ITEMSIZES[spec[1]], spec[1], spec[3] % ALIGNMENT != 0, spec[0]))
-        self.entries: tuple[Entry, ...] = tuple(_placed(sized, orders))
+        self.entries: tuple[Entry, ...] = tuple(_place_entries(sized, orders))
         self.extras: tuple[str, ...] = tuple(sorted(extras))
         self.nbytes: int = self.entries[-1].offset + self.entries[-1].nbytes if self.entries else 0
         self._refuse_duplicates()
@@ -200,10 +200,10 @@ class Layout:
         parts = [_MAGIC, _COUNT.pack(len(self.entries))]
         for entry in self.entries:
             code = _CODES[entry.dtype] | (_ORDERED if entry.order else 0)
-            parts += (_text(entry.name), _KIND.pack(code, len(entry.shape)))
+            parts += (_encode_text(entry.name), _KIND.pack(code, len(entry.shape)))
             parts += (struct.pack(f"<{len(entry.shape)}Q", *entry.shape), bytes(entry.order))
         parts.append(_COUNT.pack(len(self.extras)))
-        parts += map(_text, self.extras)
+        parts += map(_encode_text, self.extras)
         return b"".join(parts)
 
     @classmethod
@@ -214,7 +214,7 @@ class Layout:
             ProtocolError: the bytes are malformed. Time and memory stay in proportion to their number.
         """
         try:
-            layout = cls(*_parsed(data))
+            layout = cls(*_parse(data))
         except (struct.error, IndexError, UnicodeDecodeError, LayoutError) as error:
             raise ProtocolError(f"The layout cannot be decoded: {error}.", unread=data) from error
         if layout.encode() != data:
@@ -240,11 +240,11 @@ class Layout:
         missing = sorted(wanted.keys() - given.keys())
         unexpected = sorted(given.keys() - wanted.keys())
         mismatched = {
-            name: _mismatch(wanted[name], given[name])
+            name: _describe_mismatch(wanted[name], given[name])
             for name in sorted(wanted.keys() & given.keys())
             if wanted[name] != given[name]
         }
-        parts = [_counted("missing", missing), _counted("unexpected", unexpected), _differing(mismatched)]
+        parts = [_list_names("missing", missing), _list_names("unexpected", unexpected), _list_mismatches(mismatched)]
         message = f"{summary}: {'; '.join(filter(None, parts))}."
         return LayoutError(message + _hint(missing, unexpected), missing, unexpected, mismatched)
 
@@ -299,7 +299,7 @@ def _is_cast_by_to(dtype: str) -> bool:
     return "float" in dtype or "complex" in dtype
 
 
-def _placed(
+def _place_entries(
     sized: Iterable[tuple[str, str, tuple[int, ...], int]], orders: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Entry]:
     end, group = 0, ""
@@ -310,7 +310,7 @@ def _placed(
         end += nbytes
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     # A name may be any Python string, and those may contain lone surrogates.
     encoded = text.encode("utf-8", "surrogatepass")
     return _COUNT.pack(len(encoded)) + encoded
@@ -319,7 +319,7 @@ def _text(text: str) -> bytes:
 _Parsed = tuple[list[tuple[str, str, tuple[int, ...]]], list[str], dict[str, tuple[int, ...]]]
 
 
-def _parsed(data: bytes) -> _Parsed:
+def _parse(data: bytes) -> _Parsed:
     if data[: len(_MAGIC)] != _MAGIC:
         raise LayoutError("it does not start with the magic bytes")
     (count,), at = _COUNT.unpack_from(data, len(_MAGIC)), len(_MAGIC) + _COUNT.size
@@ -369,7 +369,7 @@ def _described(layout: Layout) -> _Described:
     return tensors | dict.fromkeys(map(extra_state_name, layout.extras))
 
 
-def _mismatch(wanted: tuple[tuple[int, ...], str] | None, given: tuple[tuple[int, ...], str] | None) -> str:
+def _describe_mismatch(wanted: tuple[tuple[int, ...], str] | None, given: tuple[tuple[int, ...], str] | None) -> str:
     if wanted is None or given is None:
         return "a tensor on one side, extra state on the other"
     differences = []
@@ -392,7 +392,7 @@ def listed(items: Sequence[str]) -> str:
     return f"{', '.join(items[:_FIRST_FEW])} and {len(items) - _FIRST_FEW} more"
 
 
-def _counted(kind: str, names: Sequence[str]) -> str:
+def _list_names(kind: str, names: Sequence[str]) -> str:
     if not names:
         return ""
     count = f"{len(names)} names: " if len(names) > MOST_LISTED else ""
@@ -404,7 +404,7 @@ def quoted(name: str) -> str:
     return f"'{name}'"
 
 
-def _differing(mismatched: Mapping[str, str]) -> str:
+def _list_mismatches(mismatched: Mapping[str, str]) -> str:
     """List the mismatched tensors; if there are many, group them by difference (e.g. a model cast to another dtype)."""
     if len(mismatched) <= MOST_LISTED:
         items = [f"{quoted(name)} ({how})" for name, how in mismatched.items()]

@@ -90,7 +90,7 @@ class LoaderTarget(AnyLayoutTarget):
         Raises:
             ConfigurationError: always.
         """
-        raise _unreadable()
+        raise _unreadable_error()
 
     def stage(
         self, layout: Layout, payload: memoryview | DeviceMemory, extras: bytes = b"", in_slot: bool = False
@@ -115,7 +115,7 @@ class LoaderTarget(AnyLayoutTarget):
             Exception: what it raised; the engine serves what it did.
         """
         loader, layout = self.destination, staged.layout
-        taken = _Taken(draw(layout, staged.payload, loader.name_map, loader.bucket_bytes))
+        taken = _CountedWeights(draw(layout, staged.payload, loader.name_map, loader.bucket_bytes))
         try:
             returned = loader.load(taken, self._version())
         except PartlyLoadedError as error:
@@ -145,7 +145,7 @@ class LoaderTarget(AnyLayoutTarget):
         Raises:
             ConfigurationError: always.
         """
-        raise _unreadable()
+        raise _unreadable_error()
 
 
 def _require_loaded(taken: int, offered: int, returned: object) -> None:
@@ -178,13 +178,13 @@ def has_not_run(result: Any) -> bool:
     return found
 
 
-def _unreadable() -> ConfigurationError:
+def _unreadable_error() -> ConfigurationError:
     return ConfigurationError(
         "This worker has a loader instead of a model: the weights that its engine holds cannot be read here."
     )
 
 
-class _Taken(Iterator[tuple[str, Tensor]]):
+class _CountedWeights(Iterator[tuple[str, Tensor]]):
     """The iterator that a loader gets. It counts what was taken, and ends for good when the loader has returned."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -10,11 +10,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from weightsync.weights.aliasing import Sharing, copies_together
+from weightsync.weights.aliasing import Sharing, copy_preserving_aliases
 from weightsync.weights.device.base import DeviceMemory, Waits
 from weightsync.weights.layout import ALIGNMENT, Layout
 from weightsync.weights.moving import LEAST_NBYTES
-from weightsync.weights.packing import parted
+from weightsync.weights.packing import views_per_dtype
 from weightsync.weights.reading import Weights
 from weightsync.weights.tensors import Form, address_of, on_cpu, owning
 
@@ -108,7 +108,7 @@ class MappedPayload:
                 memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 for group in dict.fromkeys(groups.get(index, (index,)) for index in inside):
                     together = [tensors[index] for index in group]
-                    found += zip(together, copies_together(together, memory), strict=True)
+                    found += zip(together, copy_preserving_aliases(together, memory), strict=True)
         return found
 
     def form(self, weights: Weights) -> Form:
@@ -122,7 +122,7 @@ class CopiedPayload(MappedPayload):
     """Memory for copies of payloads that parameters cannot view where they are."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(layout, parted(layout, lambda group: on_cpu(group.nbytes)))
+        super().__init__(layout, views_per_dtype(layout, lambda group: on_cpu(group.nbytes)))
 
     def fill(self, address: int) -> None:
         """Copy the payload at an address."""
@@ -132,7 +132,9 @@ class CopiedPayload(MappedPayload):
 
 def _mapped(layout: Layout, payload: memoryview, source: memoryview | None = None) -> MappedPayload:
     """The memory of a payload itself."""
-    return MappedPayload(layout, parted(layout, lambda group: owning(payload, group.offset, group.nbytes)), source)
+    return MappedPayload(
+        layout, views_per_dtype(layout, lambda group: owning(payload, group.offset, group.nbytes)), source
+    )
 
 
 class MappedPayloads:
@@ -160,7 +162,7 @@ class MappedPayloads:
         if payload.readonly or address % ALIGNMENT or small_inline:
             # torch has no read-only tensors, and its kernels are fastest on memory aligned as its own allocator does.
             # An inline payload is at another address each time: copying it costs less than making new views of it.
-            return self._copied(layout, address)
+            return self._copy_payload(layout, address)
         if not in_slot:
             return _mapped(layout, payload)
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
@@ -179,7 +181,7 @@ class MappedPayloads:
         """Whether nothing refers to the memory of a payload but the views that are kept of it."""
         return any(kept is not None and kept.source is payload and not kept.used for kept in self._kept.values())
 
-    def _copied(self, layout: Layout, address: int) -> MappedPayload:
+    def _copy_payload(self, layout: Layout, address: int) -> MappedPayload:
         for copy in self._copies:
             if copy.layout is layout and not copy.used and not copy.moved:
                 break

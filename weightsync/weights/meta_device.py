@@ -48,11 +48,11 @@ def fill_in(module: nn.Module) -> bool:
             for key, tensor in held.items():
                 # A lazy one has no shape yet, so it gets no memory: the target refuses it by name.
                 if tensor is not None and tensor.is_meta and not is_lazy(tensor):
-                    held[key] = filled.setdefault(id(tensor), _filled(tensor))  # type: ignore[assignment]
+                    held[key] = filled.setdefault(id(tensor), _make_filled(tensor))  # type: ignore[assignment]
     return bool(filled) or any(given)
 
 
-def given_memory(model: object) -> bool:
+def give_memory(model: object) -> bool:
     """Give a module on the meta device memory for a receiver. Returns whether it has no weights yet.
 
     A module that an earlier call has given memory has none until a version is applied to it.
@@ -108,7 +108,7 @@ def _fill_in_place(owner: TensorDictParams) -> bool:
     """
     on_meta = [tensor for tensor in owner.values(True, True) if isinstance(tensor, Tensor) and tensor.is_meta]
     for tensor in on_meta:
-        torch.utils.swap_tensors(tensor, _filled(tensor))  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, _make_filled(tensor))  # type: ignore[no-untyped-call]
     if on_meta:
         owner.auto_device_()
         owner.update({})  # which has it read its parameters and buffers anew
@@ -154,7 +154,7 @@ def _is_meta(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_meta
 
 
-def _filled(tensor: Tensor) -> Tensor:
+def _make_filled(tensor: Tensor) -> Tensor:
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     filled = torch.full_like(tensor, value, device="cpu")
     return nn.Parameter(filled, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled

@@ -41,7 +41,7 @@ def mover(nbytes: int) -> MoveBytes:
     return ctypes.memmove if chosen is None else chosen
 
 
-def past_caches(copy: MoveBytes, least: int) -> MoveBytes:
+def cache_bypassing_copy(copy: MoveBytes, least: int) -> MoveBytes:
     """A copy that leaves pieces of at least this many bytes out of the caches, by a copy of so many elements."""
 
     def move(to: int, source: int, nbytes: int) -> None:
@@ -70,7 +70,7 @@ def _chosen() -> MoveBytes | None:
     if least is None:
         return None
     copy = found()
-    return past_caches(copy, least) if copy is not None and is_exact(copy, least) else None
+    return cache_bypassing_copy(copy, least) if copy is not None and is_exact(copy, least) else None
 
 
 def found() -> MoveBytes | None:

@@ -239,21 +239,21 @@ class Pieces:
         for step in self._alone:
             self._fill_run(tensors, base, step)
         if hashes is None and on_written is None:
-            _each(self._whole, partial(self._fill_part, tensors, base, None))
+            _for_each_part(self._whole, partial(self._fill_part, tensors, base, None))
         else:
-            begin = partial(_Following, base, hashes, on_written)
-            _each(self._chunked, partial(self._fill_part, tensors, base, begin))
+            begin = partial(_WriteFollower, base, hashes, on_written)
+            _for_each_part(self._chunked, partial(self._fill_part, tensors, base, begin))
 
     def empty_into(self, tensors: list[Tensor], base: int, chosen: Sequence[int]) -> None:
         """Copy the `chosen` tensors out of the buffer at `base`."""
         wanted = frozenset(chosen)
         for step in self._alone:
             self._empty_run(tensors, base, wanted, step)
-        _each(self._whole, partial(self._empty_part, tensors, base, wanted))
+        _for_each_part(self._whole, partial(self._empty_part, tensors, base, wanted))
         count_writes([tensors[index] for index in self._moved if index in wanted])
 
     def _fill_part(
-        self, tensors: list[Tensor], base: int, begin: Callable[[int], _Following] | None, start: int, end: int
+        self, tensors: list[Tensor], base: int, begin: Callable[[int], _WriteFollower] | None, start: int, end: int
     ) -> None:
         divided, following = (self._whole, None) if begin is None else (self._chunked, begin(start))
         for cut in divided.parts[start, end]:
@@ -311,7 +311,7 @@ class Pieces:
             torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
 
 
-def _each(divided: Divided, work: Work) -> None:
+def _for_each_part(divided: Divided, work: Work) -> None:
     """Work on each part of a buffer."""
     if divided.threads == 1:
         (whole,) = divided.parts
@@ -320,7 +320,7 @@ def _each(divided: Divided, work: Work) -> None:
         in_threads(work, divided.parts, divided.threads)
 
 
-class _Following:
+class _WriteFollower:
     """Hashes and names the bytes of a buffer that one thread writes, in order.
 
     Args:
@@ -391,7 +391,7 @@ def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None)
     return found
 
 
-def parted(layout: Layout, memory: Callable[[Group], Tensor]) -> list[Tensor]:
+def views_per_dtype(layout: Layout, memory: Callable[[Group], Tensor]) -> list[Tensor]:
     """The entries as views of this memory, which has a storage of its own for each dtype.
 
     `torch.save` writes whole storages, and none in which there are tensors of several dtypes.

@@ -35,7 +35,7 @@ def portable(weights: Any) -> Any:
     Whatever is returned unpickles as the weights. The reader does not need weightsync.
     """
     readable = READABLE.issuperset(tensor.dtype for tensor in _tensors(weights))
-    return weights if readable and not _is_plain(weights) else _Written(weights)
+    return weights if readable and not _is_plain(weights) else _PickledWeights(weights)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -59,7 +59,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) is Tensor
 
 
-class _Written:
+class _PickledWeights:
     """The pickled bytes of weights. Unpickling an instance returns the weights."""
 
     def __init__(self, weights: Any) -> None:

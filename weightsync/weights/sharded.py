@@ -34,7 +34,7 @@ class ShardedWeights:
     """
 
     def __init__(self, source: object) -> None:
-        self._weights: Weights = read_shards(_resharded(source))
+        self._weights: Weights = read_shards(_reshard(source))
         for name, tensor in self._weights.tensors.items():
             why = "" if is_dtensor(tensor) else why_unsupported(tensor)
             why = why or ("" if tensor.dtype in DTYPE_NAMES else f"has the dtype {tensor.dtype}, which cannot be sent")
@@ -47,7 +47,9 @@ class ShardedWeights:
 
         Meshes count by their shapes: data-parallel replicas of a tensor-parallel model have a mesh each.
         """
-        return xxhash.xxh3_128_digest(repr([_described(*item) for item in self._weights.tensors.items()]).encode())
+        return xxhash.xxh3_128_digest(
+            repr([_describe_tensor(*item) for item in self._weights.tensors.items()]).encode()
+        )
 
     @property
     def groups(self) -> list[Any]:
@@ -65,7 +67,7 @@ class ShardedWeights:
             for name, tensor in self._weights.tensors.items():
                 if is_dtensor(tensor):
                     before_each()
-                    yield name, _in_reach(tensor).full_tensor()
+                    yield name, _on_mesh_device(tensor).full_tensor()
                 else:
                     yield name, tensor.detach()
 
@@ -95,7 +97,7 @@ def _values(source: object) -> Iterator[object]:
             yield from _values(value) if isinstance(value, Mapping) else (value,)
 
 
-def _resharded(source: object) -> object:
+def _reshard(source: object) -> object:
     """The source, whose parameters are shards again: those that a forward pass made whole may be older."""
     modules: Iterable[Any] = source.modules() if isinstance(source, nn.Module) else ()
     for module in modules:
@@ -104,7 +106,7 @@ def _resharded(source: object) -> object:
     return source
 
 
-def _in_reach(tensor: Any) -> Any:
+def _on_mesh_device(tensor: Any) -> Any:
     """A DTensor whose shard is where its mesh communicates. FSDP2's CPUOffloadPolicy keeps shards on the CPU."""
     mesh, here = tensor.device_mesh, f"{tensor.device.type}:"
     if all(here in dist.get_backend_config(group) for group in mesh.get_all_groups()):
@@ -112,6 +114,6 @@ def _in_reach(tensor: Any) -> Any:
     return tensor.to(mesh.device_type)
 
 
-def _described(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
+def _describe_tensor(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
     spread = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}" if is_dtensor(tensor) else ""
     return name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), spread

@@ -65,7 +65,7 @@ class WeightStrategy:
             LayoutError: a parameter is not initialised yet.
         """
         weights = read_weights(source)
-        tensors = {name: _detached(name, tensor) for name, tensor in weights.tensors.items()}
+        tensors = {name: _detach(name, tensor) for name, tensor in weights.tensors.items()}
         extras = {extra_state_name(module): value for module, value in weights.extras().items()}
         if self.extract_as == "state_dict":
             return {**tensors, **extras}
@@ -99,7 +99,7 @@ def strategy_of(given: WeightStrategy | str) -> WeightStrategy:
     return WeightStrategy(given) if isinstance(given, str) else given
 
 
-def _detached(name: str, tensor: Tensor) -> Tensor:
+def _detach(name: str, tensor: Tensor) -> Tensor:
     # A plain tensor can always be detached; a subclass may raise.
     if type(tensor) not in PLAIN:
         why = why_unsupported(tensor) if is_lazy(tensor) else _why_undetached(tensor)
@@ -164,13 +164,13 @@ def _replace(destination: object, weights: Weights) -> None:
     live = read_live(destination)
     olds, news = ordered(live, layout), views(layout, flat)
     names = [entry.name for entry in layout.entries]
-    fresh = {name: _like(old, new) for name, old, new in zip(names, olds, news, strict=True)}
+    fresh = {name: _copy_like(old, new) for name, old, new in zip(names, olds, news, strict=True)}
     for module, value in staged.extras.items():
         live.slots[module].set(value)
     _install(destination, "", fresh)
 
 
-def _like(old: Tensor, new: Tensor) -> Tensor:
+def _copy_like(old: Tensor, new: Tensor) -> Tensor:
     # Each owns its memory: `torch.save` writes whole storages, and none in which there are tensors of several dtypes.
     moved = new.to(old.device, copy=True)
     return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved

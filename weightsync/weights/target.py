@@ -85,7 +85,7 @@ def plan_for(
             with one that is not read, or a module in it keeps state elsewhere.
     """
     weights = read(destination)
-    if before and (same := _if_unchanged(weights, before)) is not None:
+    if before and (same := _plan_if_unchanged(weights, before)) is not None:
         return same
     # Checked tensor by tensor, because the fast path does not notice meta tensors, where writing has no effect.
     layout = layout_of(weights)
@@ -95,10 +95,10 @@ def plan_for(
     sharing = sharing_of(tensors)
     checks.refuse_raising(layout, tensors, sharing)
     checks.refuse_shared_with_others(weights, layout, tensors)
-    return _laid_out(destination, weights, layout, sharing)
+    return _plan_for_layout(destination, weights, layout, sharing)
 
 
-def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sharing) -> DestinationPlan:
+def _plan_for_layout(destination: object, weights: Weights, layout: Layout, sharing: Sharing) -> DestinationPlan:
     """The plan for updates of a layout: its orders say which parameters may be mapped."""
     tensors = ordered(weights, layout)
     may_be_mapped = mappable(layout, tensors, sharing) if isinstance(destination, nn.Module) else {}
@@ -106,7 +106,7 @@ def _laid_out(destination: object, weights: Weights, layout: Layout, sharing: Sh
     return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, parameters, devices_of(tensors))
 
 
-def _if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
+def _plan_if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
     was, now = before.weights, weights.tensors
     same = list(now) == list(was.tensors) and weights.slots.keys() == was.slots.keys() and weights.beside == was.beside
     # A storage that was freed or shrunk is noticed too, even where its address is the same.
@@ -230,10 +230,10 @@ class Target:
             fits = plan.layout.fits(layout) and plan.form.fits(plan.weights.tensors.values())
             plan = plan if fits else self._refreshed_plan()
         try:
-            plan, read = self._validated(plan, layout, payload), None
+            plan, read = self._validate(plan, layout, payload), None
         except LayoutError:  # its tensors may no longer be expanded, or share memory, as when they were read
             read = checks.outside_functional_call(self._read, plan.weights)
-        plan = self._validated(plan_for(self.destination, plan, read), layout, payload) if read else plan
+        plan = self._validate(plan_for(self.destination, plan, read), layout, payload) if read else plan
         return Staged(layout, payload, decoded, plan, in_slot)
 
     def swap(self, staged: Staged) -> None:
@@ -252,7 +252,7 @@ class Target:
             torch.clear_autocast_cache()  # all threads share it: an open `torch.autocast` block keeps its casts there
 
     def _swap(self, staged: Staged) -> None:
-        plan = self._revalidated(staged)
+        plan = self._revalidate(staged)
         if plan.layout is not self._plan.layout and self._plan.mappable and self.mode is not Mode.COPY:
             self._plan = plan
             self.unshare()  # parameters that were to be mapped may be copied into, since their orders differ
@@ -263,12 +263,12 @@ class Target:
                 checks.refuse_different_extras(plan.weights, staged.extras)
                 for module, value in staged.extras.items():
                     undo.set(module, plan.weights.slots[module], value)
-                plan = self._revalidated(staged)
+                plan = self._revalidate(staged)
             for device in {*plan.devices, *self._readers}:
                 device.synchronize()
             mapped = self._map(plan, staged, undo)
             if self._held is not None and (mapped is None or plan.mapped is None):
-                plan = self._moved_out(plan, self._held, plan.mappable if mapped else ())
+                plan = self._move_out(plan, self._held, plan.mappable if mapped else ())
         except BaseException as error:
             undo.all(error)
             raise
@@ -321,13 +321,13 @@ class Target:
         with self._moving:
             for device in self._readers:
                 device.synchronize()
-            self._leave()
+            self._leave_mapped_memory()
 
     def leave_device(self) -> None:
         """As `leave`, but only on a device, where other processes see what is written into a slot."""
         if self._plan.devices:
             with self._moving:
-                self._leave()
+                self._leave_mapped_memory()
 
     @property
     def in_slot(self) -> bool:
@@ -349,24 +349,24 @@ class Target:
         self._plan = plan_for(self.destination, self._plan, self._read)
         return self._plan
 
-    def _validated(self, plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
+    def _validate(self, plan: DestinationPlan, layout: Layout, payload: memoryview | DeviceMemory) -> DestinationPlan:
         if plan.layout is not layout and plan.layout != layout:
             if (misfit := plan.layout.misfit(layout)) is not None:
                 raise misfit
-            plan = _laid_out(self.destination, plan.weights, layout, plan.sharing)
+            plan = _plan_for_layout(self.destination, plan.weights, layout, plan.sharing)
         if plan.sharing.expanded:
             raise checks.expanded(plan.layout, plan.sharing.expanded[0])
         if plan.sharing.ties or plan.sharing.overlaps:
             checks.refuse_disagreement(plan.layout, plan.sharing, plan.tensors, payload)
         return plan
 
-    def _revalidated(self, staged: Staged) -> DestinationPlan:
+    def _revalidate(self, staged: Staged) -> DestinationPlan:
         """The staged plan, or, if the destination has changed since, a new plan after validating the update again."""
         found = self._read(self.destination)
-        plan = _if_unchanged(found, staged.plan)
+        plan = _plan_if_unchanged(found, staged.plan)
         if plan is None and self.refuses_functional_calls:
             checks.refuse_functional_call(staged.plan.weights, found, self.destination)
-        return plan or self._validated(self._refreshed_plan(), staged.layout, staged.payload)
+        return plan or self._validate(self._refreshed_plan(), staged.layout, staged.payload)
 
     def _pieces_of(self, plan: DestinationPlan) -> Pieces | None:
         """The plan for copying into the host's tensors, made once and kept while they stay at their addresses."""
@@ -384,10 +384,10 @@ class Target:
             return None
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # a parameter's data cannot be replaced by a normal tensor there
-                return self._point(plan, staged, undo)
-        return self._point(plan, staged, undo)
+                return self._point_at_payload(plan, staged, undo)
+        return self._point_at_payload(plan, staged, undo)
 
-    def _point(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload:
+    def _point_at_payload(self, plan: DestinationPlan, staged: Staged, undo: _Undo) -> MappedPayload:
         mapped = self._mapped.of(plan.layout, staged.payload, staged.in_slot)
         if mapped.family is not plan.family:
             copied = [index for index in plan.copied() if index not in plan.mappable]
@@ -397,7 +397,7 @@ class Target:
         count_writes(plan.parameters)
         return mapped
 
-    def _leave(self) -> None:
+    def _leave_mapped_memory(self) -> None:
         """Move all tensors out of mapped memory: those that the destination has now, if it can be read."""
         if self._held is None:
             return
@@ -406,12 +406,12 @@ class Target:
             plan = plan_for(self.destination, self._plan, read)
         except Exception as error:  # noqa: BLE001 - reading runs the user's hooks
             logger.debug("a destination leaves its slot as it was read before: %r", error)
-            self._moved_out(self._plan, self._held)  # the next swap reads it again, and looks for what is left there
+            self._move_out(self._plan, self._held)  # the next swap reads it again, and looks for what is left there
             return
-        self._plan, self._held = self._moved_out(plan, self._held), None
+        self._plan, self._held = self._move_out(plan, self._held), None
 
     @staticmethod
-    def _moved_out(plan: DestinationPlan, held: MappedPayload, staying: Container[int] = ()) -> DestinationPlan:
+    def _move_out(plan: DestinationPlan, held: MappedPayload, staying: Container[int] = ()) -> DestinationPlan:
         """The plan, once tensors in mapped memory have copies of their own, but for ``staying``.
 
         That memory is not theirs to be copied into: the peer writes it again, and on a device other processes read it.
@@ -432,7 +432,7 @@ class Target:
             if self._movable is not False:
                 self._movable = False
                 logger.warning(CAPTURED)
-            self._leave()
+            self._leave_mapped_memory()
 
     def _may_map(self, plan: DestinationPlan, payload: memoryview | DeviceMemory) -> bool:
         """Whether the payload is in the memory in which the parameters are, and they may move there."""

@@ -23,7 +23,7 @@ import torch
 LEAST: Final = 8 << 20
 LEAST_PART: Final = 4 << 20
 #: How many parts there are for each thread, if they are not too small then.
-_EACH: Final = 4
+_PARTS_PER_THREAD: Final = 4
 
 Part = tuple[int, int]
 Work = Callable[[int, int], None]
@@ -39,7 +39,7 @@ def shares(nbytes: int, unit: int, threads: int) -> list[Part]:
 
     For one thread there is one part.
     """
-    count = 1 if threads == 1 else max(threads, min(_EACH * threads, nbytes // LEAST_PART))
+    count = 1 if threads == 1 else max(threads, min(_PARTS_PER_THREAD * threads, nbytes // LEAST_PART))
     cuts = {nbytes * number // count // unit * unit for number in range(count)}
     return list(pairwise([*sorted(cuts), nbytes]))
 

@@ -18,7 +18,7 @@ from weightsync.weights.strategy import WeightStrategy
 from weightsync.weights.tensors import DTYPES, PLAIN, address_of, borrowed, on_cpu, shaped
 
 #: A parameter that ``update_policy_weights_`` has in all of TorchRL's collectors.
-_OF_COLLECTORS: Final = "worker_ids"
+_COLLECTOR_PARAMETER: Final = "worker_ids"
 
 
 def present(
@@ -60,7 +60,7 @@ def form_of(weights: object) -> WeightsForm:
 
 def form_taken(parameters: Container[str]) -> WeightsForm | None:
     """The form in which a collector's own method takes weights. TorchRL's takes TensorDicts; None means any form."""
-    return WeightsForm.TENSORDICT if _OF_COLLECTORS in parameters else None
+    return WeightsForm.TENSORDICT if _COLLECTOR_PARAMETER in parameters else None
 
 
 def present_as(form: WeightsForm, layout: Layout, payload: memoryview, extras: bytes) -> TensorDict | dict[str, Any]:

@@ -27,7 +27,7 @@ def test_memory_dropped_while_another_thread_captures_is_released_when_the_captu
         def capture_begin(self) -> None:
             """Do nothing."""
 
-    driver, captures, graph = cast(Any, Driver()), Captures(Graph, after=cuda.release_left), Graph()
+    driver, captures, graph = cast(Any, Driver()), Captures(Graph, after=cuda.release_pending), Graph()
     monkeypatch.setattr(cuda, "_unreleased", deque())
     monkeypatch.setattr(cuda, "captures", lambda: captures)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: driver.calls.append("wait"))

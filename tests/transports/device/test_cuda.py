@@ -153,7 +153,7 @@ def test_memory_dropped_while_a_graph_is_captured_is_released_after_the_capture(
     del pinned, mapped
     assert driver.calls == ["pin 4096 False"]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cuda.release_left()
+    cuda.release_pending()
     assert driver.calls == ["pin 4096 False", "wait", "unpin", "wait", "unmap 100"]
 
 

@@ -32,7 +32,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.schemes.engines import client
 from weightsync.schemes.engines.carrier import call_while_carrying
-from weightsync.schemes.engines.client import Engine, bucketed
+from weightsync.schemes.engines.client import Engine, group_into_buckets
 
 KINDS = {
     "vllm": (lambda url, **options: VLLMEngine(url, Inline(), **options), "update_weights", "pause?mode=keep"),
@@ -799,5 +799,5 @@ def test_a_bucket_size_that_is_not_a_positive_int_is_refused(make: Callable[[Any
 
 def test_buckets_are_filled_to_the_limit_and_a_larger_tensor_gets_its_own() -> None:
     weights = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (3, 3, 4, 20, 1)]
-    found = [[name for name, _ in bucket] for bucket in bucketed(iter(weights), 6)]
+    found = [[name for name, _ in bucket] for bucket in group_into_buckets(iter(weights), 6)]
     assert found == [["3", "3"], ["4"], ["20"], ["1"]]

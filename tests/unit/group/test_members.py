@@ -539,14 +539,14 @@ def test_an_interrupt_while_a_dead_worker_is_handled_loses_no_failure(
 
     members = Members({0: (member := started(lives, max_restarts=0))}, lambda: None)
     lives.processes[0].dead = True
-    after_death = member._after_death
+    after_death = member._restart_or_fail
 
     def failing() -> str:
         followed = after_death()
         signal.raise_signal(signal.SIGUSR1)
         return followed
 
-    monkeypatch.setattr(member, "_after_death", failing)
+    monkeypatch.setattr(member, "_restart_or_fail", failing)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):

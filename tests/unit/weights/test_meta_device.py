@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from weightsync import LayoutError, MultiProcessWeightSyncScheme, WeightStrategy
-from weightsync.weights.meta_device import fill_in, given_memory, is_on_meta, lacks_weights
+from weightsync.weights.meta_device import fill_in, give_memory, is_on_meta, lacks_weights
 from weightsync.weights.reading import read_live
 from weightsync.weights.target import Mode, Target
 
@@ -111,13 +111,13 @@ def test_a_model_that_was_given_memory_has_no_weights_until_they_are_written() -
     model.empty = nn.Parameter(torch.empty(0))
 
     assert lacks_weights(model)
-    assert [given_memory(model) for _ in range(2)] == [True, True]
+    assert [give_memory(model) for _ in range(2)] == [True, True]
     assert lacks_weights(model)
     Target(model).apply({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
     assert not lacks_weights(model)
-    assert not given_memory(model)
-    assert not given_memory("a.path")
-    assert not given_memory(nn.Linear(2, 2).requires_grad_(False).apply(lambda each: each.weight.fill_(torch.nan)))
+    assert not give_memory(model)
+    assert not give_memory("a.path")
+    assert not give_memory(nn.Linear(2, 2).requires_grad_(False).apply(lambda each: each.weight.fill_(torch.nan)))
 
 
 def test_a_filled_tensor_keeps_its_strides_so_that_a_worker_can_map_it() -> None:

@@ -32,7 +32,7 @@ def mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counts.append(elements)
         copy(to, source, elements)
 
-    monkeypatch.setattr(moving, "_chosen", lambda: moving.past_caches(counted, LEAST_PIECE))
+    monkeypatch.setattr(moving, "_chosen", lambda: moving.cache_bypassing_copy(counted, LEAST_PIECE))
     return counts
 
 
@@ -45,7 +45,7 @@ def test_a_copy_past_the_caches_writes_exactly_the_given_bytes(
     data = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     data[:NBYTES:3] = 0xFF  # many NaNs
     room = torch.zeros(NBYTES, dtype=torch.uint8)
-    moving.past_caches(copy, 1000)(room.data_ptr() + to, data.data_ptr() + source, nbytes)
+    moving.cache_bypassing_copy(copy, 1000)(room.data_ptr() + to, data.data_ptr() + source, nbytes)
 
     assert torch.equal(room[to : to + nbytes], data[source : source + nbytes])
     assert not room[:to].any()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weightsync import LayoutError
 from weightsync.weights import aliasing
-from weightsync.weights.aliasing import copies_together, same_bits, shared_with, sharing_of
+from weightsync.weights.aliasing import copy_preserving_aliases, same_bits, shared_with, sharing_of
 from weightsync.weights.reading import Weights
 from weightsync.weights.target import Mode, Target
 
@@ -203,7 +203,7 @@ def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values(
         tensors.append(torch.empty(0).set_(whole.untyped_storage(), whole.storage_offset(), (8,), (1,)))
     tensors.append(whole.view(torch.complex64))
 
-    copies = copies_together(tensors, memory)
+    copies = copy_preserving_aliases(tensors, memory)
     memory.zero_()
 
     assert [copy.tolist() for copy in copies[::3]] == [line[4:].tolist(), (-line).tolist()]

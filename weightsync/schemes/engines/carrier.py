@@ -115,12 +115,12 @@ def call_while_carrying(
         give_up()
         carrying.join(_PATIENCE)
         if failures and isinstance(error, TransportError):
-            raise _failed(failures[0], what) from failures[0]
+            raise _carrier_error(failures[0], what) from failures[0]
         raise
     carrying.join()
     if failures:
-        raise _failed(failures[0], what) from failures[0]
+        raise _carrier_error(failures[0], what) from failures[0]
 
 
-def _failed(failure: BaseException, what: str) -> PartlyLoadedError:
+def _carrier_error(failure: BaseException, what: str) -> PartlyLoadedError:
     return PartlyLoadedError(f"Its carrier failed in {what}: {failure!r}")

@@ -148,9 +148,9 @@ class EngineClient:
                     "state dict from which you took the _extra_state entries.",
                     unexpected=layout.extras,
                 )
-            buckets = bucketed(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
+            buckets = group_into_buckets(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
             first = list(islice(buckets, 1))  # before the engine is called, so that names that do not fit are refused
-            taken = self._until_replaced(chain(first, buckets))
+            taken = self._buckets_unless_replaced(chain(first, buckets))
             if is_unawaited(engine.load(taken, f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineInDoubtError as error:
@@ -164,7 +164,7 @@ class EngineClient:
         else:
             answers.set_result([ack(update, seconds=stopwatch.seconds)])
 
-    def _until_replaced(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    def _buckets_unless_replaced(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """The buckets. A call that could not be ended gets no more once there is a newer link to the engine.
 
         Raises TransportError: there is, or was, one.
@@ -185,7 +185,7 @@ class EngineClient:
         answers.set_exception(_lost(what, error))
 
 
-def bucketed(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
+def group_into_buckets(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
     """Group tensors into buckets of at most ``nbytes`` bytes, or of one larger tensor."""
     bucket: Bucket = []
     held = 0

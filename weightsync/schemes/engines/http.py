@@ -53,9 +53,9 @@ class HttpCalls:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        self._url_parts = _parsed(url)
+        self._url_parts = _parse_url(url)
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", **_sendable({} if headers is None else headers)}
+        self._headers = {"Content-Type": "application/json", **_require_sendable({} if headers is None else headers)}
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
@@ -86,12 +86,12 @@ class HttpCalls:
             why = "the link was closed" if self._aborted else f"{type(error).__name__}: {error}"
             raise TransportError(f"POST {self.url}/{route} got no answer: {why}.") from error
         finally:
-            self._hold(None)
+            self._set_socket(None)
             connection.close()
             self.awaited = ""
         if not _SUCCESS <= status < _REDIRECTED:
             raise EngineError(f"POST {self.url}/{route} was answered {status}: {text[:_QUOTED]}", status)
-        answer = _decoded(text)
+        answer = _decode_answer(text)
         if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
             kind = EngineError if answer.get("error") else NotDoneError
             raise kind(f"POST {self.url}/{route} was answered {text[:_QUOTED]}", status)
@@ -130,7 +130,7 @@ class HttpCalls:
             connection.connect()
         except OSError as error:
             raise UnreachedError(f"POST {self.url}/{route} found no connection: {with_type(error)}.") from error
-        self._hold(connection.sock)
+        self._set_socket(connection.sock)
 
     def open(self) -> None:
         """Allow calls again after `abort`."""
@@ -150,7 +150,7 @@ class HttpCalls:
         kind = http.client.HTTPSConnection if self._url_parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._url_parts.hostname or "", self._url_parts.port, timeout=CONNECT_SECONDS)
 
-    def _hold(self, held: socket.socket | None) -> None:
+    def _set_socket(self, held: socket.socket | None) -> None:
         with self._lock:
             self._socket = held
             if held is not None and self._aborted:
@@ -159,7 +159,7 @@ class HttpCalls:
             held.settimeout(self._patience)
 
 
-def _parsed(url: str) -> SplitResult:
+def _parse_url(url: str) -> SplitResult:
     if not isinstance(url, str):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
     at = urlsplit(url)
@@ -183,7 +183,7 @@ def _has_usable_port(at: SplitResult) -> bool:
         return False
 
 
-def _sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
+def _require_sendable(headers: Mapping[str, str]) -> Mapping[str, str]:
     """Headers that http.client accepts: its error for any other would quote the value, which may be secret."""
     if not isinstance(headers, Mapping):
         raise ConfigurationError(
@@ -208,7 +208,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
     return body
 
 
-def _decoded(text: str) -> Any:
+def _decode_answer(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

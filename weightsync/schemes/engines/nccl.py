@@ -136,7 +136,7 @@ class GroupCarrier(Carrier):
         with self._on_device():
             staged = [tensor.to(self._device).contiguous() for _, tensor in bucket]
             begun = [self._broadcast(group, tensor) for tensor in staged]
-            self._await([work for work in begun if work is not None], given_up)
+            self._wait_until_sent([work for work in begun if work is not None], given_up)
 
     def give_up(self) -> None:
         """End the group, and a broadcast in progress."""
@@ -170,7 +170,7 @@ class GroupCarrier(Carrier):
         found: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return found
 
-    def _await(self, begun: list[Any], given_up: threading.Event) -> None:
+    def _wait_until_sent(self, begun: list[Any], given_up: threading.Event) -> None:
         """Wait until everything is sent, unless the group is given up: with a lost peer the wait would never end."""
         completed = [work.is_completed for work in begun]
         if self._stream is not None:
@@ -249,7 +249,7 @@ class SGLangNCCLCarrier(GroupCarrier):
         self._name = ""
 
     def _find_join(self) -> Any:
-        return _imported("sglang.srt.utils", "init_custom_process_group", "SGLangNCCLCarrier", "sglang")
+        return _import_function("sglang.srt.utils", "init_custom_process_group", "SGLangNCCLCarrier", "sglang")
 
     def init_info(self) -> Mapping[str, Any]:
         """The address, the size, the name and the backend of the group."""
@@ -279,14 +279,16 @@ class SGLangNCCLCarrier(GroupCarrier):
 def _vllm_join() -> Any:
     """vLLM's ``trainer_init``: a function of its own since 0.24, before that a method of the engine's half."""
     with contextlib.suppress(ConfigurationError):
-        return _imported("vllm.distributed.weight_transfer.nccl_common", "trainer_init", "VLLMNCCLCarrier", "vllm")
-    engine = _imported(
+        return _import_function(
+            "vllm.distributed.weight_transfer.nccl_common", "trainer_init", "VLLMNCCLCarrier", "vllm"
+        )
+    engine = _import_function(
         "vllm.distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", "VLLMNCCLCarrier", "vllm"
     )
     return engine.trainer_init
 
 
-def _imported(module: str, name: str, what: str, package: str) -> Any:
+def _import_function(module: str, name: str, what: str, package: str) -> Any:
     """An engine's own function. Raises ConfigurationError: its package is missing, or has no such function."""
     try:
         return getattr(importlib.import_module(module), name)

@@ -88,17 +88,17 @@ class Loading:
             self._stage = _Stage.PAUSING
             phases.pause()
             self._stage = _Stage.BEGINNING
-            phases.change(buckets, self._begun)
+            phases.change(buckets, self._mark_changing)
             self._stage = _Stage.LOADED
             phases.settle()
             phases.resume()
         except (TransportError, PartlyLoadedError) as error:
             if self._stage is _Stage.PAUSING and phases.resume_if_closed():
                 self._stage = _Stage.RESUMED
-            raise self._in_doubt(error) from error
+            raise self._in_doubt_error(error) from error
         except Exception as error:
             if not self._is_as_before(error):
-                raise self._in_doubt(error) from error
+                raise self._in_doubt_error(error) from error
             if self._may_be_paused(error):
                 self._resume_after_failure(error)
             raise
@@ -112,7 +112,7 @@ class Loading:
         except Exception:
             logger.warning("%s: done() of the carrier of a version raised", self._name, exc_info=True)
 
-    def _begun(self) -> None:
+    def _mark_changing(self) -> None:
         self._stage = _Stage.CHANGING
 
     def _is_as_before(self, error: Exception) -> bool:
@@ -137,13 +137,13 @@ class Loading:
                 f"{error} {paused}"
             ) from error
 
-    def _in_doubt(self, error: Exception) -> EngineInDoubtError:
-        state = self._state(error)
+    def _in_doubt_error(self, error: Exception) -> EngineInDoubtError:
+        state = self._describe_state(error)
         if isinstance(error, TransportError):
             return EngineInDoubtError(f"{error} If {self._name} still runs, it {state}.")
         return EngineInDoubtError(f"{self._name} {state}: {reason_of(error)}")
 
-    def _state(self, error: Exception) -> str:
+    def _describe_state(self, error: Exception) -> str:
         paused = "stays paused" if self._phases.pauses else "was not paused"
         if self._stage is _Stage.LOADED:
             resumes = "but did not confirm that it resumed, and may be paused"

@@ -131,7 +131,9 @@ class _Version(Phases):
         carrier = self._carrier
         if carrier is None or self._engine._joined:
             return
-        self._beside("init_weights_update_group", {"group_name": GROUP, **carrier.init_info()}, carrier, carrier.join)
+        self._call_with_carrier(
+            "init_weights_update_group", {"group_name": GROUP, **carrier.init_info()}, carrier, carrier.join
+        )
         self._engine._joined = True
 
     def pause(self) -> None:
@@ -147,18 +149,22 @@ class _Version(Phases):
         carrier, common = self._carrier, {"flush_cache": False, "weight_version": self._version}
         if carrier is not None:
             body = {**described(bucket, "dtypes"), "group_name": GROUP, **common, **carrier.update_info(bucket)}
-            self._beside("update_weights_from_distributed", body, carrier, lambda: carrier.send(bucket))
+            self._call_with_carrier("update_weights_from_distributed", body, carrier, lambda: carrier.send(bucket))
             return
         # A view would be pickled with all of its storage.
         owned = [(name, tensor.clone()) for name, tensor in bucket]
         serialized = base64.b64encode(pickle.dumps(owned)).decode()
         everywhere = [serialized] * self._engine._tp_size
-        self._succeed("update_weights_from_tensor", {"serialized_named_tensors": everywhere, **common})
+        self._require_success("update_weights_from_tensor", {"serialized_named_tensors": everywhere, **common})
 
-    def _beside(self, route: str, body: Mapping[str, Any], carrier: Carrier, carry: Callable[[], None]) -> None:
-        call_while_carrying(lambda: self._succeed(route, body), carry, carrier.give_up, self._calls.abort, route)
+    def _call_with_carrier(
+        self, route: str, body: Mapping[str, Any], carrier: Carrier, carry: Callable[[], None]
+    ) -> None:
+        call_while_carrying(
+            lambda: self._require_success(route, body), carry, carrier.give_up, self._calls.abort, route
+        )
 
-    def _succeed(self, route: str, body: Mapping[str, Any]) -> None:
+    def _require_success(self, route: str, body: Mapping[str, Any]) -> None:
         answer = self._calls.command(route, body)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise EngineError(f"POST {self._calls.url}/{route} was answered {answer}.")

@@ -52,7 +52,7 @@ class _HttpControl:
         return self._calls.awaited
 
     def phase(self, phase: str, body: Mapping[str, Any]) -> None:
-        self._calls.command(phase, _in_json(body) if phase == "update_weights" else body)
+        self._calls.command(phase, _json_body(body) if phase == "update_weights" else body)
 
     def pause(self) -> None:
         if self._pause is not None:
@@ -117,7 +117,7 @@ class _HandleControl:
             raise TransportError(f"{phase}() of {self.name}: the link was closed.")
         self.awaited = f"{phase}()"
         try:
-            result = method(*arguments) if remote is MISSING else self._awaited(remote(*arguments), phase)
+            result = method(*arguments) if remote is MISSING else self._wait_for_result(remote(*arguments), phase)
         except (TransportError, EngineError):
             raise
         except Exception as error:
@@ -131,7 +131,7 @@ class _HandleControl:
             )
         return result
 
-    def _awaited(self, reference: Any, phase: str) -> Any:
+    def _wait_for_result(self, reference: Any, phase: str) -> Any:
         ray = require_ray("VLLMEngine")
         while not ray.wait([reference], timeout=_STEP)[0]:
             if self._aborted.is_set():
@@ -162,7 +162,7 @@ class _HandleControl:
         self._aborted.set()
 
 
-def _in_json(body: Mapping[str, Any]) -> Mapping[str, Any]:
+def _json_body(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """The body as HTTP carries it: JSON has no form for memory handles, so vLLM takes them pickled."""
     info = dict(body["update_info"])
     if "ipc_handles" in info:
@@ -257,7 +257,7 @@ class VLLMEngine(Engine):
         """The call that has not been answered yet: see `Engine.awaited`."""
         return self._control.awaited
 
-    def _beside(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:
+    def _call_with_carrier(self, phase: str, request: Mapping[str, Any], carry: Callable[[], None]) -> None:
         control = self._control
         call_while_carrying(lambda: control.phase(phase, request), carry, self._carrier.give_up, control.abort, phase)
 
@@ -273,7 +273,7 @@ class _Version(Phases):
     def join(self) -> None:
         if not self._engine._initialised:
             request = {"init_info": dict(self._carrier.init_info())}
-            self._engine._beside("init_weight_transfer_engine", request, self._carrier.join)
+            self._engine._call_with_carrier("init_weight_transfer_engine", request, self._carrier.join)
             self._engine._initialised = True
 
     def pause(self) -> None:
@@ -289,7 +289,7 @@ class _Version(Phases):
     def _update(self, bucket: Bucket) -> None:
         description = described(bucket, "dtype_names")
         request = {"update_info": {**description, **self._carrier.update_info(bucket)}}
-        self._engine._beside("update_weights", request, lambda: self._carrier.send(bucket))
+        self._engine._call_with_carrier("update_weights", request, lambda: self._carrier.send(bucket))
 
     def settle(self) -> None:
         self._control.reset_cache()

@@ -16,7 +16,7 @@ from weightsync.engine.context import MISSING, optional
 from weightsync.errors import ConfigurationError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol.messages import Message, Update, WeightsForm
-from weightsync.schemes.arguments import one_by_one
+from weightsync.schemes.arguments import unpack_arguments
 from weightsync.schemes.peers.base import SharedPresenter, SharedWeights
 from weightsync.transports.base import Link
 from weightsync.transports.buffers import Buffer
@@ -66,7 +66,7 @@ def collector_of(endpoint: Any) -> Collector:
     """
     if isinstance(endpoint, Collector):
         return endpoint
-    return Collector(*one_by_one(COLLECTOR, endpoint, {}).values())
+    return Collector(*unpack_arguments(COLLECTOR, endpoint, {}).values())
 
 
 def link_to(
@@ -123,12 +123,12 @@ def calling(collector: Collector, worker: WorkerInfo, peer: str) -> Callable[[An
             "Nothing was sent."
         )
     if kind is None or _takes_self(kind):
-        return _calling_the_instance(rref)
+        return _instance_caller(rref)
     function = getattr(kind, METHOD)
     return lambda weights: rpc.rpc_async(worker, function, args=(rref, weights), timeout=ENDLESS)
 
 
-def _calling_the_instance(rref: Any) -> Callable[[Any], torch.futures.Future[Any]]:
+def _instance_caller(rref: Any) -> Callable[[Any], torch.futures.Future[Any]]:
     # Each call makes a new proxy, which finds out the instance's type without waiting.
     def call(weights: Any) -> torch.futures.Future[Any]:
         over: torch.futures.Future[Any] = getattr(rref.rpc_async(timeout=ENDLESS), METHOD)(weights)
@@ -176,11 +176,11 @@ class CollectorClass:
         if self._asked is None:
             return ask()
         found: Future[Sequence[str]] = Future()
-        self._asked.add_done_callback(lambda _: _passed_on(found, ask))
+        self._asked.add_done_callback(lambda _: _ask_and_forward(found, ask))
         return found
 
 
-def _passed_on(found: Future[Sequence[str]], ask: Callable[[], Future[Sequence[str]]]) -> None:
+def _ask_and_forward(found: Future[Sequence[str]], ask: Callable[[], Future[Sequence[str]]]) -> None:
     try:
         ask().add_done_callback(functools.partial(complete_like, found))
     except TransportError as error:

@@ -80,11 +80,11 @@ class ActorLinks:
         self._key = key
         cache, presenter = ObjectCache(), Presenter()
         if transport is TensorTransport.NIXL:
-            self._flat = ObjectCaches(cache, CALL, _tensor, _tensor_transport=transport.value)
+            self._flat = ObjectCaches(cache, CALL, _as_tensor, _tensor_transport=transport.value)
         else:
-            self._flat = ObjectCaches(cache, CALL, _array)
+            self._flat = ObjectCaches(cache, CALL, _as_array)
         forms = (None, *WeightsForm)
-        self._plain = {form: ObjectCaches(cache, f"as {form}", _portable(presenter, form)) for form in forms}
+        self._plain = {form: ObjectCaches(cache, f"as {form}", _portable_presenter(presenter, form)) for form in forms}
 
     def create(self, actor: Any, methods: Sequence[str], model_id: str, peer: str) -> Link:
         """A link that calls the first method that the actor has, unless one of our schemes listens in the actor.
@@ -99,22 +99,22 @@ class ActorLinks:
         known = _id_of(handle)
         worker = (TRANSPORT_NAME, model_id, known) if known else None
         if name == CALL:
-            return _linked(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
+            return _make_link(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
         _refuse_ray_client(handle, peer)
-        without = NoCallClient(_no_method(actor, methods, peer))
+        without = NoCallClient(_no_method_message(actor, methods, peer))
         plain = without if name == RUN else self._plain_client(name, method, peer, worker)
         if handle is None:
-            return _linked(plain, peer)
+            return _make_link(plain, peer)
         ours = ActorCallClient(ActorFunctionCaller(handle), model_id, peer, self._flat, key, known)
         asking = AskingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
-        return _linked(asking, peer, worker)
+        return _make_link(asking, peer, worker)
 
     def _plain_client(self, name: str, method: Any, peer: str, worker: Hashable | None) -> PlainActorCallClient:
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
         return PlainActorCallClient(_calling(name, method), peer, self._plain[form], worker)
 
 
-def _linked(client: CallClient, peer: str, worker: Hashable | None = None) -> Link:
+def _make_link(client: CallClient, peer: str, worker: Hashable | None = None) -> Link:
     return CallLink(client, peer, lambda: _UNRETURNED, worker)
 
 
@@ -131,10 +131,12 @@ def method_of(endpoint: Any, methods: Sequence[str], peer: str) -> tuple[str, An
             if method is not MISSING:
                 _require_remote(endpoint, method, peer)
                 return name, method
-    raise ConfigurationError(f"{_no_handle(endpoint, peer) or _no_method(endpoint, methods, peer)} Nothing was sent.")
+    raise ConfigurationError(
+        f"{_wrong_handle_message(endpoint, peer) or _no_method_message(endpoint, methods, peer)} Nothing was sent."
+    )
 
 
-def _no_handle(endpoint: Any, peer: str) -> str:
+def _wrong_handle_message(endpoint: Any, peer: str) -> str:
     """What to give instead of a name or a call's result; empty if it is neither."""
     if isinstance(endpoint, str):
         return f"{peer} is the str {endpoint!r}, not an actor: give what ray.get_actor({endpoint!r}) returns."
@@ -157,7 +159,7 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
     )
 
 
-def _no_method(endpoint: Any, methods: Sequence[str], peer: str) -> str:
+def _no_method_message(endpoint: Any, methods: Sequence[str], peer: str) -> str:
     known = ", ".join(name for name in methods if name != CALL)
     return (
         f"{peer} ({type(endpoint).__name__}) is not an actor with a method that takes weights: derive its class from "
@@ -207,13 +209,13 @@ def returning_once(method: Any) -> Any:
     return method if options is MISSING else options(num_returns=1)
 
 
-def _array(_: Update, payload: memoryview) -> numpy.ndarray[Any, Any]:
+def _as_array(_: Update, payload: memoryview) -> numpy.ndarray[Any, Any]:
     return numpy.frombuffer(payload, dtype=numpy.uint8)
 
 
-def _tensor(_: Update, payload: memoryview) -> torch.Tensor:
+def _as_tensor(_: Update, payload: memoryview) -> torch.Tensor:
     return torch.frombuffer(payload, dtype=torch.uint8).clone()
 
 
-def _portable(presenter: Presenter, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
+def _portable_presenter(presenter: Presenter, form: WeightsForm | None) -> Callable[[Update, memoryview], Any]:
     return lambda update, payload: portable(presenter.present(update, payload, form))

@@ -33,7 +33,7 @@ PAUSE: Final = 0.005
 PATIENCE: Final = 1.0
 
 
-def listen_by(
+def start_transport_reader(
     transport: BareTransport, model_id: str, strategy: WeightStrategy, accept: Callable[[Link], None]
 ) -> Callable[[], None]:
     """Have the receiver that ``accept`` belongs to receive through a user's own transport.

@@ -34,8 +34,8 @@ from weightsync.weights.tensors import DTYPES
 _NEWEST: Final = "newest"
 #: The dtypes that `TensorDict.load_memmap` knows.
 _READABLE: Final = {dtype for name, dtype in DTYPES.items() if not name.startswith("float8")}
-#: What `_named` finds in an empty directory.
-_NOTHING: Final = 0, 0
+#: What `_newest_and_time` finds in an empty directory.
+_NO_VERSION: Final = 0, 0
 #: Seconds between two checks for a newer version.
 _STEP: Final = 0.02
 
@@ -168,12 +168,12 @@ def newest(at: Path) -> int:
         return 0
 
 
-def _named(at: Path) -> tuple[int, int]:
+def _newest_and_time(at: Path) -> tuple[int, int]:
     """The number of the newest version, and when it was named: in a directory that was emptied, numbers start again."""
     try:
         named = (at / _NEWEST).stat().st_mtime_ns
     except FileNotFoundError:
-        return _NOTHING
+        return _NO_VERSION
     return newest(at), named
 
 
@@ -236,7 +236,7 @@ class VLLMDoubleBufferWeightSender:
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
-        self._sender = _Writing(scheme)
+        self._sender = _DirectorySender(scheme)
 
     def register_model(self, model: Any) -> None:
         """Write this model's weights when `update_weights` is given none. It is held weakly.
@@ -255,7 +255,7 @@ class VLLMDoubleBufferWeightSender:
         self._sender.update_weights(weights)
 
 
-class _Writing(EngineSender):
+class _DirectorySender(EngineSender):
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
         super().__init__(scheme)
         self._transport = scheme.create_transport()
@@ -273,7 +273,7 @@ class VLLMDoubleBufferWeightReceiver:
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self._engine = vllm_engine
-        self._applied = _NOTHING
+        self._applied = _NO_VERSION
 
     def apply_weights(self, weights: TensorDictBase, inplace: bool = True) -> None:
         """Load weights into the engine in this process, and reset its prefix cache.
@@ -305,7 +305,7 @@ class VLLMDoubleBufferWeightReceiver:
                 as loaded: the next call loads it again.
         """
         deadline, at = Deadline(timeout), Path(self._scheme.local_addr)
-        while (found := _named(at)) in (_NOTHING, self._applied) or not self._load(at, found):
+        while (found := _newest_and_time(at)) in (_NO_VERSION, self._applied) or not self._load(at, found):
             if deadline.passed:
                 return False
             threading.Event().wait(min(_STEP, deadline.nap or _STEP))
@@ -323,7 +323,7 @@ class VLLMDoubleBufferWeightReceiver:
             return True
         whole = False
         while not whole:  # if a version is removed during the load, workers load only what they still find
-            found = _named(at)
+            found = _newest_and_time(at)
             if (version := found[0]) == 0:
                 return False
             called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weightsync.clock import Deadline, Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
-from weightsync.schemes.arguments import POLICY, UNSET, Form, Unset
+from weightsync.schemes.arguments import POLICY, UNSET, Generation, UnsetType
 from weightsync.schemes.distributed import IN_FLIGHT
 from weightsync.schemes.facade_services import torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
@@ -52,7 +52,7 @@ class DistributedTransport(TransportFacade):
         key: Secret | None = None,
         timeout: float | Timeout | None = Timeout.DEFAULT,
     ) -> None:
-        super().__init__(form=Form.A if weights_buffer is UNSET else Form.B, timeout=timeout)
+        super().__init__(generation=Generation.A if weights_buffer is UNSET else Generation.B, timeout=timeout)
         self.store = store
         self.rank = rank
         self.sync = sync
@@ -91,7 +91,7 @@ class DistributedTransport(TransportFacade):
 
     def receive_weights(
         self,
-        timeout: float | Unset | None = UNSET,
+        timeout: float | UnsetType | None = UNSET,
         *,
         weights: Any = None,
         model: Any = None,
@@ -109,15 +109,15 @@ class DistributedTransport(TransportFacade):
             StateError, LayoutError, TransportError: as there.
         """
         into = weights if weights is not None else self._buffer
-        allowed = self._default_wait() if isinstance(timeout, Unset) else timeout
-        if self._form is Form.A:
+        allowed = self._default_wait() if isinstance(timeout, UnsetType) else timeout
+        if self._generation is Generation.A:
             self._refuse_other_instruction()
         deadline = Deadline(allowed)
         while True:
             found = super().receive_weights(_slice(deadline.remaining), weights=into, model=model, strategy=strategy)
             if found is not None:
-                return found if into is None or self._form is Form.A else into
-            if self._form is Form.A:
+                return found if into is None or self._generation is Generation.A else into
+            if self._generation is Generation.A:
                 self._refuse_other_instruction()
             if deadline.passed:
                 return None
@@ -153,7 +153,7 @@ class DistributedTransport(TransportFacade):
             self.send_ack()
         if self._buffer is not None:
             return self._buffer
-        return found[1] if self._form is Form.A else found
+        return found[1] if self._generation is Generation.A else found
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError, RefusedError, StateError
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol._tables import State
 from weightsync.protocol.report import OutcomeKind, SyncReport
-from weightsync.schemes.arguments import POLICY, UNSET, Form, Unset, model_and_weights
+from weightsync.schemes.arguments import POLICY, UNSET, Generation, UnsetType, model_and_weights
 from weightsync.schemes.facade_services import FacadeServices
 from weightsync.transports.base import Link
 from weightsync.transports.pipe.user_messages import UserMessages
@@ -39,7 +39,7 @@ class TransportFacade(Configured):
     carries only its configuration.
 
     Args:
-        form: which generation's results it returns.
+        generation: the generation of TorchRL whose results this transport returns.
         timeout: seconds that `send_weights`, `wait_ack` and `check_ack` wait; None: forever; default:
             `WEIGHTSYNC_TIMEOUT` or 60.
         strategy: the format of the weights returned, and how modules are extracted.
@@ -55,12 +55,12 @@ class TransportFacade(Configured):
     def __init__(
         self,
         *,
-        form: Form = Form.A,
+        generation: Generation = Generation.A,
         timeout: float | Timeout | None = Timeout.DEFAULT,
         strategy: WeightStrategy | str = "tensordict",
     ) -> None:
         seconds(timeout)
-        self._form = form
+        self._generation = generation
         self.timeout = timeout
         self._strategy = strategy
         self._reset()
@@ -148,7 +148,7 @@ class TransportFacade(Configured):
         *,
         model_id: Any = UNSET,
         weights: Any = UNSET,
-        timeout: float | Timeout | Unset | None = UNSET,
+        timeout: float | Timeout | UnsetType | None = UNSET,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
         """Send weights and wait until they are acked: ``(model_id, weights)``, or ``(weights)`` of "policy".
@@ -171,8 +171,10 @@ class TransportFacade(Configured):
         model_id, weights = model_and_weights(first, second, model_id, weights)
         sender = self._sender(model_id)
         pending = self._pending(model_id, sender, "send_weights")
-        with self._followed(model_id, sender):
-            return sender.send(weights, timeout=self._seconds(timeout), on_failure=on_failure, on_pending=pending)
+        with self._track_outcome(model_id, sender):
+            return sender.send(
+                weights, timeout=self._timeout_or_default(timeout), on_failure=on_failure, on_pending=pending
+            )
 
     def send_weights_async(
         self, first: Any = UNSET, second: Any = UNSET, /, *, model_id: Any = UNSET, weights: Any = UNSET
@@ -187,11 +189,11 @@ class TransportFacade(Configured):
         report = sender.send_async(weights, on_pending=self._pending(model_id, sender, "send_weights_async"))
         with self._lock:
             self._reported.discard(model_id)
-            self._remember(model_id, sender)
+            self._update_outstanding(model_id, sender)
         return report
 
     def wait_ack(
-        self, *, timeout: float | Timeout | Unset | None = UNSET, on_failure: OnFailure | str = OnFailure.RAISE
+        self, *, timeout: float | Timeout | UnsetType | None = UNSET, on_failure: OnFailure | str = OnFailure.RAISE
     ) -> SyncReport:
         """Wait for the ack of the oldest outstanding update.
 
@@ -206,8 +208,8 @@ class TransportFacade(Configured):
                 raise StateError(type(self).__name__, "ready", "wait_ack", ["send_weights_async"])
             model_id = self._outstanding[0]
             sender = self._senders[model_id]
-        with self._followed(model_id, sender):
-            return sender.wait_async(timeout=self._seconds(timeout), on_failure=on_failure)
+        with self._track_outcome(model_id, sender):
+            return sender.wait_async(timeout=self._timeout_or_default(timeout), on_failure=on_failure)
 
     def check_ack(self, message: str = UPDATED) -> SyncReport:
         """Wait for the ack, as `wait_ack` does, and check that its text is ``message``.
@@ -248,39 +250,39 @@ class TransportFacade(Configured):
         return OnPending.RAISE
 
     @contextlib.contextmanager
-    def _followed(self, model_id: str, sender: WeightSender) -> Iterator[None]:
+    def _track_outcome(self, model_id: str, sender: WeightSender) -> Iterator[None]:
         """Every failure inside is reported to the caller, so an update that is then outstanding may be abandoned."""
         try:
             yield
         except StateError:
             raise
         except BaseException:
-            self._note(model_id, sender)
+            self._record_outcome(model_id, sender)
             raise
         else:
-            self._note(model_id, sender)
+            self._record_outcome(model_id, sender)
 
-    def _note(self, model_id: str, sender: WeightSender) -> None:
+    def _record_outcome(self, model_id: str, sender: WeightSender) -> None:
         with self._lock:
-            self._remember(model_id, sender)
+            self._update_outstanding(model_id, sender)
             if model_id in self._outstanding:
                 self._reported.add(model_id)
             else:
                 self._reported.discard(model_id)
 
-    def _remember(self, model_id: str, sender: WeightSender) -> None:
+    def _update_outstanding(self, model_id: str, sender: WeightSender) -> None:
         outstanding = sender.state is State.PENDING_ASYNC
         if outstanding and model_id not in self._outstanding:
             self._outstanding.append(model_id)
         elif not outstanding and model_id in self._outstanding:
             self._outstanding.remove(model_id)
 
-    def _seconds(self, timeout: float | Timeout | Unset | None) -> float | Timeout | None:
-        return self.timeout if isinstance(timeout, Unset) else timeout
+    def _timeout_or_default(self, timeout: float | Timeout | UnsetType | None) -> float | Timeout | None:
+        return self.timeout if isinstance(timeout, UnsetType) else timeout
 
     def receive_weights(
         self,
-        timeout: float | Unset | None = UNSET,
+        timeout: float | UnsetType | None = UNSET,
         *,
         weights: Any = None,
         model: Any = None,
@@ -308,7 +310,7 @@ class TransportFacade(Configured):
         if not self._receives:
             return None
         applying = None if strategy is None else strategy_of(strategy)
-        found = self._next(Deadline(self._default_wait() if isinstance(timeout, Unset) else timeout))
+        found = self._next(Deadline(self._default_wait() if isinstance(timeout, UnsetType) else timeout))
         if found is None:
             return None
         model_id, given = found
@@ -319,7 +321,7 @@ class TransportFacade(Configured):
             if receiver is not None:  # the transport was not closed meanwhile
                 receiver.nack(error)
             raise
-        return (model_id, given) if self._form is Form.A else given
+        return (model_id, given) if self._generation is Generation.A else given
 
     def _write(self, given: Any, weights: Any, model: Any, strategy: WeightStrategy | None) -> None:
         """Write what arrived into a buffer and a model. If it does not fit one, a plain strategy changes neither."""
@@ -368,7 +370,7 @@ class TransportFacade(Configured):
         """Do nothing: the first weights arrive like all others."""
 
     def _default_wait(self) -> float | None:
-        return 1.0 if self._form is Form.A else None
+        return 1.0 if self._generation is Generation.A else None
 
     def _next(self, deadline: Deadline) -> tuple[str, Any] | None:
         """The next update that arrives for any model."""

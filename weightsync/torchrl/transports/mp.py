@@ -13,7 +13,7 @@ from weightsync.engine.sender import WeightSender
 from weightsync.errors import ConfigurationError
 from weightsync.options import OnFailure, OnPending
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.arguments import UNSET, Form, Unset
+from weightsync.schemes.arguments import UNSET, Generation, UnsetType
 from weightsync.schemes.facade_services import connection_of, torchrl_class
 from weightsync.torchrl.transports.facade import TransportFacade
 from weightsync.torchrl.transports.pipes import ReferencePipe
@@ -61,9 +61,9 @@ class MPTransport(TransportFacade):
         given = pipe_connection if weight_queue is None else weight_queue
         self.weight_queue = given if isinstance(given, AnyQueue) else weight_queue
         self.ack_queue = ack_queue
-        form = Form.A if self.weight_queue is None and ack_queue is None else Form.B
-        super().__init__(form=form, timeout=timeout, strategy=strategy)
-        self._given = None if form is Form.B else given
+        generation = Generation.A if self.weight_queue is None and ack_queue is None else Generation.B
+        super().__init__(generation=generation, timeout=timeout, strategy=strategy)
+        self._given = None if generation is Generation.B else given
 
     def _reset(self) -> None:
         super()._reset()
@@ -83,7 +83,7 @@ class MPTransport(TransportFacade):
 
     def check_connection(self) -> bool:
         """Whether the pipe is open, or there is a queue."""
-        if self._form is Form.B:
+        if self._generation is Generation.B:
             return self.weight_queue is not None
         return self._given is not None and optional(self.pipe_end(), "closed") is False
 
@@ -132,7 +132,7 @@ class MPTransport(TransportFacade):
 
     def _pending(self, model_id: str, sender: WeightSender, asked: str) -> OnPending:
         # Generation B has no method that waits here, so the previous update is abandoned, and the report says so.
-        return OnPending.SUPERSEDE if self._form is Form.B else super()._pending(model_id, sender, asked)
+        return OnPending.SUPERSEDE if self._generation is Generation.B else super()._pending(model_id, sender, asked)
 
     def send_weights(
         self,
@@ -142,7 +142,7 @@ class MPTransport(TransportFacade):
         *,
         model_id: Any = UNSET,
         weights: Any = UNSET,
-        timeout: float | Timeout | Unset | None = UNSET,
+        timeout: float | Timeout | UnsetType | None = UNSET,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
         """Send weights and wait until they are acked: see `TransportFacade.send_weights`.
@@ -150,7 +150,7 @@ class MPTransport(TransportFacade):
         Raises:
             ConfigurationError: (queues) there is no ``ack_queue`` for answers. Nothing was sent.
         """
-        if self._form is Form.B and self.ack_queue is None:
+        if self._generation is Generation.B and self.ack_queue is None:
             raise ConfigurationError(
                 "MPTransport has no ack_queue for answers. Give it one, or use send_weights_async(). Nothing was sent."
             )
@@ -170,17 +170,17 @@ class MPTransport(TransportFacade):
         return self.receive_weights(seconds(self.timeout), weights=weights, model=model, strategy=strategy)
 
     def _endpoints(self) -> Mapping[int, Any]:
-        return {0: self._queue("sender") if self._form is Form.B else self.pipe_end()}
+        return {0: self._queue("sender") if self._generation is Generation.B else self.pipe_end()}
 
     def _create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
-        if self._form is Form.B:
+        if self._generation is Generation.B:
             return QueueLink(self._queue("sender"), model_id, peer)
         self._open_channel()
         return PipeLink(endpoint, model_id, peer=peer)
 
     def listen(self, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Take the one link of the pipe or the queues: see `TransportFacade.listen`."""
-        if self._form is Form.B:
+        if self._generation is Generation.B:
             accept(QueueLink(self._queue("receiver"), model_id, "the sender"))
             return lambda: None
         self._open_channel()
@@ -193,14 +193,14 @@ class MPTransport(TransportFacade):
 
     def _next(self, deadline: Deadline) -> tuple[str, Any] | None:
         self._require_open("receive_weights")
-        if self._form is Form.A:
+        if self._generation is Generation.A:
             return self.pipe.await_update(deadline)
         channel, waker = self._queue("receiver"), Waker()
         self._wakers.append(waker)
         try:
             while True:
                 self._require_open("receive_weights")
-                for model_id in self._arrived() or self._ended():
+                for model_id in self._arrived() or self._models_without_sender():
                     weights = self._take_weights(model_id)
                     if weights is not None:
                         return model_id, weights
@@ -213,7 +213,11 @@ class MPTransport(TransportFacade):
 
     def _unclaimed(self) -> Sequence[str]:
         """The models that have no receiver here and for which something arrived."""
-        unclaimed = self._queue("receiver").unclaimed() if self._form is Form.B else self._open_channel().unclaimed()
+        unclaimed = (
+            self._queue("receiver").unclaimed()
+            if self._generation is Generation.B
+            else self._open_channel().unclaimed()
+        )
         return [model_id for model_id in unclaimed if model_id not in self._receivers]
 
     def _arrived(self) -> Sequence[str]:
@@ -222,7 +226,7 @@ class MPTransport(TransportFacade):
             self._receiver(model_id)
         return [model_id for model_id, receiver in list(self._receivers.items()) if receiver.has_update()]
 
-    def _ended(self) -> Sequence[str]:
+    def _models_without_sender(self) -> Sequence[str]:
         """The models whose senders are gone, if nothing is left that could bring an update: taking one says so."""
         return () if self._links() else list(self._receivers)
 

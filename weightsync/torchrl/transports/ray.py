@@ -8,7 +8,7 @@ from typing import Any
 
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
-from weightsync.schemes.arguments import Form
+from weightsync.schemes.arguments import Generation
 from weightsync.schemes.facade_services import torchrl_class
 from weightsync.schemes.peers.ray_actors import (
     CALL,
@@ -32,12 +32,14 @@ class _ActorFacade(TransportFacade):
 
     _not_copied = (*TransportFacade._not_copied, "_links")
 
-    def __init__(self, actor: Any, transport: TensorTransport | str, form: Form, key: Secret | None) -> None:
+    def __init__(
+        self, actor: Any, transport: TensorTransport | str, generation: Generation, key: Secret | None
+    ) -> None:
         require_ray(type(self).__name__)
         self._key = None if key is None else SharedKey.given(key)
         self._actor_ref = actor
         self._tensor_transport = tensor_transport_of(transport)
-        super().__init__(form=form)
+        super().__init__(generation=generation)
 
     def _reset(self) -> None:
         super()._reset()
@@ -97,7 +99,9 @@ class RayTransport(_ActorFacade):
         self.worker_idx = worker_idx
         self.backend = Backend.GLOO if backend is None else Backend(backend)
         actor = remote_collector if remote_actor is None else remote_actor
-        super().__init__(actor, tensor_transport, Form.A if all(each is None for each in given) else Form.B, key)
+        super().__init__(
+            actor, tensor_transport, Generation.A if all(each is None for each in given) else Generation.B, key
+        )
 
     def _methods(self) -> Sequence[str]:
         return (CALL, POLICY_METHOD)
@@ -139,7 +143,7 @@ class RayActorTransport(_ActorFacade):
         if not isinstance(update_method, str) or update_method not in methods:
             raise ConfigurationError(f"update_method is {update_method!r}: it must be one of {', '.join(methods)}.")
         self._method = methods[update_method]
-        super().__init__(actor_ref, tensor_transport, Form.A, key)
+        super().__init__(actor_ref, tensor_transport, Generation.A, key)
 
     def _methods(self) -> Sequence[str]:
         return (CALL, self._method)

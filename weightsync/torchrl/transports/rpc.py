@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.clock import Timeout
 from weightsync.errors import ConfigurationError
 from weightsync.keys import Secret, SharedKey
-from weightsync.schemes.arguments import Form
+from weightsync.schemes.arguments import Generation
 from weightsync.schemes.facade_services import torchrl_class
 from weightsync.schemes.peers.base import SharedPresenter
 from weightsync.schemes.peers.collectors import Collector, link_to
@@ -47,8 +47,8 @@ class RPCTransport(TransportFacade):
         strategy: WeightStrategy | str = "state_dict",
         key: Secret | None = None,
     ) -> None:
-        form = Form.A if worker_rank is None else Form.B
-        super().__init__(form=form, timeout=timeout, strategy=strategy)
+        generation = Generation.A if worker_rank is None else Generation.B
+        super().__init__(generation=generation, timeout=timeout, strategy=strategy)
         self._key = None if key is None else SharedKey.given(key)
         self._collector = Collector(collector_info, collector_rref, collector_class)
 

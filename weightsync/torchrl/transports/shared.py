@@ -14,7 +14,7 @@ from weightsync.engine.manual_ack import UPDATED
 from weightsync.errors import ConfigurationError, StateError
 from weightsync.options import OnFailure, switch
 from weightsync.protocol.report import SyncReport
-from weightsync.schemes.arguments import POLICY, UNSET, Unset, model_and_weights
+from weightsync.schemes.arguments import POLICY, UNSET, UnsetType, model_and_weights
 from weightsync.schemes.facade_services import connection_of, torchrl_class
 from weightsync.schemes.shared import require_registered, require_targets
 from weightsync.torchrl.transports.mp import MPTransport
@@ -196,7 +196,7 @@ class SharedMemTransport(MPTransport):
         *,
         model_id: Any = UNSET,
         weights: Any = UNSET,
-        timeout: float | Timeout | Unset | None = UNSET,
+        timeout: float | Timeout | UnsetType | None = UNSET,
         on_failure: OnFailure | str = OnFailure.RAISE,
     ) -> SyncReport:
         """Fill the model's buffer, and send the weights to the workers behind registered pipes.
@@ -224,7 +224,7 @@ class SharedMemTransport(MPTransport):
             raise ConfigurationError("worker_ids needs one buffer per worker: register_weights(..., per_worker=True).")
         model_id, weights = self._registered(first, second, model_id, weights)
         if not self._pipes:
-            return self._just_fill(model_id, weights)
+            return self._fill_without_sending(model_id, weights)
         return super().send_weights(model_id, weights, timeout=timeout, on_failure=on_failure)
 
     def send_weights_async(
@@ -235,7 +235,7 @@ class SharedMemTransport(MPTransport):
             return self._fill(model_and_weights(first, second, model_id, weights)[1], None)
         model_id, weights = self._registered(first, second, model_id, weights)
         if not self._pipes:
-            return self._just_fill(model_id, weights)
+            return self._fill_without_sending(model_id, weights)
         return super().send_weights_async(model_id, weights)
 
     def _registered(self, *given: Any) -> tuple[str, Any]:
@@ -245,7 +245,7 @@ class SharedMemTransport(MPTransport):
             require_registered(model_id, self._policy_weights)
         return model_id, self._services.prepare_weights(weights, model_id, self._services.strategy)
 
-    def _just_fill(self, model_id: str, weights: Any) -> SyncReport:
+    def _fill_without_sending(self, model_id: str, weights: Any) -> SyncReport:
         with self._lock:
             self._require_open("send_weights")
             self._published(model_id, weights)
@@ -300,7 +300,7 @@ class SharedMemTransport(MPTransport):
 
     def receive_weights(
         self,
-        timeout: float | Unset | None = UNSET,
+        timeout: float | UnsetType | None = UNSET,
         *,
         weights: Any = None,
         model: Any = None,

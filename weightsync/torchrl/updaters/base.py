@@ -179,7 +179,7 @@ class WeightUpdaterBase(abc.ABC):
             server_weights: what was given to `push_weights`, a module as a module; or what `_get_server_weights`
                 returned.
         """
-        return _extracted(server_weights)
+        return _extract_if_module(server_weights)
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> Any:
         """To be overridden by a subclass that makes all calls of a push itself, in place of the methods above.
@@ -222,31 +222,31 @@ class WeightUpdaterBase(abc.ABC):
             ConfigurationError: another collector is registered and still alive, or this is None, a str, a number, or
                 another object that cannot be referenced weakly.
         """
-        living = self._living()
+        living = self._live_collectors()
         if any(known is not collector for known in living):
             raise ConfigurationError(
                 f"this {type(self).__name__} serves a {type(living[0]).__name__} already, and an updater has one "
                 "collector: make another updater for this one."
             )
         if not living:
-            self._registered.append(_weakly(collector))
+            self._registered.append(_weak_reference(collector))
 
     @property
     def collector(self) -> Any | None:
         """The collector that was registered; None if there is none, or it is gone."""
-        return next(iter(self._living()), None)
+        return next(iter(self._live_collectors()), None)
 
     @property
     def collectors(self) -> list[Any] | None:
         """A list of `collector`, or an empty one if it is gone; None if none was ever registered."""
-        return self._living() if self._registered else None
+        return self._live_collectors() if self._registered else None
 
-    def _living(self) -> list[Any]:
+    def _live_collectors(self) -> list[Any]:
         return [collector for reference in self._registered if (collector := reference()) is not None]
 
     def increment_version(self) -> None:
         """Call `increment_version` on the registered collector, if it still exists."""
-        for collector in self._living():
+        for collector in self._live_collectors():
             collector.increment_version()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class WeightUpdaterBase(abc.ABC):
         return {**state, "_hooks": list(self._hooks)}
 
 
-def _weakly(collector: Any) -> weakref.ReferenceType[Any]:
+def _weak_reference(collector: Any) -> weakref.ReferenceType[Any]:
     try:
         return weakref.ref(collector)
     except TypeError:
@@ -271,7 +271,7 @@ def _register_with_torchrl() -> None:
         theirs.register(WeightUpdaterBase)
 
 
-def _extracted(weights: Any) -> Any:
+def _extract_if_module(weights: Any) -> Any:
     return WeightStrategy().extract_weights(weights) if isinstance(weights, nn.Module) else weights
 
 
@@ -281,7 +281,7 @@ def _taken(given: Any) -> Any:
     Raises ConfigurationError: they are of another type.
     """
     if isinstance(given, TensorDictBase | Mapping | nn.Module):
-        return _extracted(given)
+        return _extract_if_module(given)
     raise ConfigurationError(
         f"push_weights() takes a torch.nn.Module, a TensorDict, a dict of tensors or None, not a "
         f"{type(given).__name__}. Nothing was pushed."
@@ -318,7 +318,7 @@ def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
     unknown = [worker for worker in named if known is not None and worker not in known]
     if unknown:
         raise ConfigurationError(
-            f"unknown worker ids {_words(unknown)}: there are {_words(known or [])}. Nothing was pushed."
+            f"unknown worker ids {_join_ids(unknown)}: there are {_join_ids(known or [])}. Nothing was pushed."
         )
     return list(dict.fromkeys(named))
 
@@ -331,7 +331,7 @@ def _id(worker: Any) -> int | torch.device:
         raise ConfigurationError(f"a worker's id is an int or a device, not {worker!r}. Nothing was pushed.") from None
 
 
-def _words(workers: Sequence[Any]) -> str:
+def _join_ids(workers: Sequence[Any]) -> str:
     return ", ".join(str(worker) for worker in workers) or "none"
 
 

@@ -30,7 +30,7 @@ WorkerId = int | torch.device | None
 #: Makes a worker's call: returns once it has ended, or returns a future of its end.
 Begin = Callable[[WorkerId], Any]
 #: Errors of a call that mean that its worker is gone, not that it refused.
-GONE: Final = (ConnectionError, EOFError)
+CONNECTION_ERRORS: Final = (ConnectionError, EOFError)
 
 
 class Raised(Exception):
@@ -93,7 +93,7 @@ class Call:
             self.answers.set_result([refusal(self.update, str(error), evidence=Evidence.NONE)])
         elif isinstance(error, TransportError):
             self.answers.set_exception(error)
-        elif isinstance(error, GONE):
+        elif isinstance(error, CONNECTION_ERRORS):
             lost = TransportError(f"the call failed: {type(error).__name__}: {error}")
             lost.__cause__ = error
             self.answers.set_exception(lost)

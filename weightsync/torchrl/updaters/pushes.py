@@ -86,25 +86,25 @@ class Pushes:
 
         Raises SyncError: the failures of the previous push, if they were not reported yet.
         """
-        self._make_way(deadline)
+        self._clear_outstanding(deadline)
         calls: list[Call] = []
         self._calls.take = calls.append
         try:
             targets = [self._number(worker) for worker in workers]
             version = self._sender.send_async(worker_ids=targets).version
             # Calls that must wait for a worker's earlier calls are made later, during the wait below.
-            self._calls.take = functools.partial(_make_late, begin, version)
+            self._calls.take = functools.partial(_make_if_current, begin, version)
             self._make_all(calls, begin)
-            return self._waited(deadline)
+            return self._wait_for_report(deadline)
         finally:
             self._calls.take = Call.superseded
 
-    def _make_way(self, deadline: Deadline) -> None:
+    def _clear_outstanding(self, deadline: Deadline) -> None:
         """End an update that a timeout or an interrupt left outstanding; forget lost and replaced workers' links."""
         self._sender.progress()
         before = self._sends.settle(deadline.remaining)
         if before is not None:
-            self._named(before).raise_on_failure(ADVICE)
+            self._with_worker_ids(before).raise_on_failure(ADVICE)
         entries = self._sender.workers
         for worker, number in tuple(self._numbers.items()):
             entry = entries.get(number)
@@ -134,12 +134,12 @@ class Pushes:
             self._sends.abandon()
             raise interrupts[0]
 
-    def _waited(self, deadline: Deadline) -> SyncReport:
+    def _wait_for_report(self, deadline: Deadline) -> SyncReport:
         report = self._sender.wait_async(timeout=deadline.remaining, on_failure="report")
         self._sends.note(report)
-        return self._named(report)
+        return self._with_worker_ids(report)
 
-    def _named(self, report: SyncReport) -> SyncReport:
+    def _with_worker_ids(self, report: SyncReport) -> SyncReport:
         """A report whose outcomes have the workers' own ids."""
         named: dict[Any, WorkerId] = {number: worker for worker, number in self._numbers.items()}
         return replace(report, outcomes={key_of(named[number]): outcome for number, outcome in report.outcomes.items()})
@@ -150,7 +150,7 @@ def key_of(worker: WorkerId) -> Any:
     return 0 if worker is None else worker
 
 
-def _make_late(begin: Begin, version: int | None, call: Call) -> None:
+def _make_if_current(begin: Begin, version: int | None, call: Call) -> None:
     if call.update.version == version:
         call.make(begin)
     else:

@@ -108,8 +108,8 @@ class RayWeightUpdater(WeightUpdaterBase):
             raise NotCalled(str(error)) from error
         ray = self._session(worker_id, actor).require()
         if self._reference is None:
-            self._reference = _stored(ray, server_weights, peer)
-        return _followed(_begun(ray, method, self._reference, peer), peer)
+            self._reference = _store_weights(ray, server_weights, peer)
+        return _watched_future(_begin_call(ray, method, self._reference, peer), peer)
 
     def _forget_replaced(self) -> None:
         """Forget the actors that are collectors no more: their handles would keep them alive."""
@@ -151,7 +151,7 @@ def _method_of(actor: Any, worker: int) -> Any:
     return returning_once(method)
 
 
-def _at_home(weights: Any) -> Any:
+def _detached_on_cpu(weights: Any) -> Any:
     """Weights detached, and on the CPU."""
     match weights:
         case TensorDictBase():
@@ -159,17 +159,17 @@ def _at_home(weights: Any) -> Any:
         case Tensor():
             return weights.detach().cpu()
         case Mapping():
-            return {name: _at_home(value) for name, value in weights.items()}
+            return {name: _detached_on_cpu(value) for name, value in weights.items()}
         case _:
             return weights
 
 
-def _stored(ray: Any, weights: Any, peer: str) -> Any:
+def _store_weights(ray: Any, weights: Any, peer: str) -> Any:
     """The reference to weights in the object store. Raises NotCalled: they cannot be put there."""
     if isinstance(weights, ray.ObjectRef):
         return weights
     try:
-        return ray.put(portable(_at_home(weights)))
+        return ray.put(portable(_detached_on_cpu(weights)))
     except Exception as error:  # of Ray, of pickling, or of any type that the weights raise there
         raise NotCalled(
             f"{peer} was not called, since the weights could not be put into Ray's object store: "
@@ -177,7 +177,7 @@ def _stored(ray: Any, weights: Any, peer: str) -> Any:
         ) from error
 
 
-def _begun(ray: Any, method: Any, reference: Any, peer: str) -> Any:
+def _begin_call(ray: Any, method: Any, reference: Any, peer: str) -> Any:
     """Begin a call.
 
     Raises:
@@ -192,15 +192,15 @@ def _begun(ray: Any, method: Any, reference: Any, peer: str) -> Any:
         raise TransportError(f"Ray accepted no call for {peer}: {plain(str(error))}") from error
 
 
-def _followed(reference: Any, peer: str) -> Future[None]:
+def _watched_future(reference: Any, peer: str) -> Future[None]:
     """A future of a call's end, which also ends if Ray does."""
     end: Future[None] = Future()
     ACTOR_WATCH.watch(end, peer)
-    reference.future().add_done_callback(lambda over: _over(end, over, peer))
+    reference.future().add_done_callback(lambda over: _on_call_ended(end, over, peer))
     return end
 
 
-def _over(end: Future[None], over: Future[Any], peer: str) -> None:
+def _on_call_ended(end: Future[None], over: Future[Any], peer: str) -> None:
     """Runs in a thread of Ray's."""
     error = over.exception()
     exceptions = require_ray("RayWeightUpdater").exceptions

@@ -19,7 +19,7 @@ from weightsync.errors import TransportError
 from weightsync.protocol.messages import SEAL_NBYTES
 from weightsync.weights.device.captures import KeepsAddresses
 from weightsync.weights.layout import Group, Layout
-from weightsync.weights.packing import parted
+from weightsync.weights.packing import views_per_dtype
 from weightsync.weights.reading import Weights, ordered
 from weightsync.weights.tensors import SlotViews, address_of, borrowed, on_cpu
 
@@ -171,7 +171,7 @@ class DeviceMemory:
         if self._views is None or self._views[0] != layout:
             # In inference mode, which the caller may be in, a view could not become a parameter's data.
             with torch.inference_mode(False), torch.no_grad():
-                self._views, self.kept = (layout, SlotViews(parted(layout, self._part))), None
+                self._views, self.kept = (layout, SlotViews(views_per_dtype(layout, self._part))), None
         return self._views[1]
 
     def _part(self, group: Group) -> Tensor:

@@ -88,13 +88,13 @@ class Captures:
                 self._apart.remove(own)
                 self._changed.notify_all()
 
-    def _begins(self, graph: object) -> None:
+    def _on_capture_begin(self, graph: object) -> None:
         own = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: all(each == own for each in self._apart), PATIENCE)
             self._under_way.add(id(graph))
 
-    def _ended(self, graph: object) -> None:
+    def _on_capture_end(self, graph: object) -> None:
         with self._changed:
             self._under_way.discard(id(graph))
             self._changed.notify_all()
@@ -110,7 +110,7 @@ class Captures:
 
         @functools.wraps(begin)
         def capture_begin(graph: Any, *arguments: Any, **options: Any) -> Any:
-            self._begins(graph)
+            self._on_capture_begin(graph)
             try:
                 with self._lock:
                     watchers = list(self._watchers)
@@ -118,15 +118,15 @@ class Captures:
                     watcher.keep_addresses()
                 return begin(graph, *arguments, **options)
             except BaseException:
-                self._ended(graph)
+                self._on_capture_end(graph)
                 raise
 
         self._class.capture_begin = capture_begin
         # torch 2.15 ends a capture with the second, which the first calls, and whoever wants to look at the graph.
         for name in {"capture_end", "capture_end_pre"}.intersection(dir(self._class)):
-            setattr(self._class, name, self._ending(getattr(self._class, name)))
+            setattr(self._class, name, self._wrap_capture_end(getattr(self._class, name)))
 
-    def _ending(self, end: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_capture_end(self, end: Callable[..., Any]) -> Callable[..., Any]:
         """A method that ends a capture, wrapped."""
 
         @functools.wraps(end)
@@ -134,7 +134,7 @@ class Captures:
             try:
                 return end(graph, *arguments, **options)
             finally:
-                self._ended(graph)
+                self._on_capture_end(graph)
 
         return capture_end
 

@@ -87,10 +87,10 @@ _unreleased: Final[deque[tuple[int, Callable[[], None]]]] = deque()
 def _release(ordinal: int, undo: Callable[[], None]) -> None:
     """Unmap or unpin memory once no kernel uses it. The garbage collector may call this anywhere, in any thread."""
     _unreleased.append((ordinal, undo))
-    release_left()
+    release_pending()
 
 
-def release_left() -> None:
+def release_pending() -> None:
     """Release what is to be released, unless a graph is being captured, which waiting for the device would end."""
     try:
         while _unreleased and not is_capturing():
@@ -131,7 +131,7 @@ class Bounce:
             self._turn = 1 - self._turn
 
 
-class _Planned:
+class _CopyPlan:
     """How tensors that stay in place are copied to and from slots, again and again."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -183,7 +183,7 @@ class CudaDevice:
         #: Held while pieces cross: there is one staging area.
         self._crossing = threading.Lock()
         self._warned_unpinned = False
-        self._planned: WeakKeyDictionary[object, _Planned] = WeakKeyDictionary()
+        self._planned: WeakKeyDictionary[object, _CopyPlan] = WeakKeyDictionary()
 
     @cached_property
     def identity(self) -> bytes:
@@ -201,7 +201,7 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         """See `Device.allocate`."""
-        release_left()
+        release_pending()
         torch.cuda.synchronize(self._ordinal)  # also makes the device's context
         try:
             handle, size = self._driver.create(self._ordinal, nbytes + SEAL_NBYTES)
@@ -220,7 +220,7 @@ class CudaDevice:
 
     def open(self, fd: int, nbytes: int) -> DeviceMemory:
         """See `Device.open`."""
-        release_left()
+        release_pending()
         try:
             torch.cuda.synchronize(self._ordinal)
         except RuntimeError as error:  # no context there: it is full, or only one process at a time may use it
@@ -247,7 +247,7 @@ class CudaDevice:
             elif isinstance(tensors, SlotViews):
                 into = planned.bound(into)
         else:
-            planned = _Planned(groups_of(into, tensors))
+            planned = _CopyPlan(groups_of(into, tensors))
             if form_key is not None:
                 self._planned[form_key] = planned
         copy_groups(planned.groups, into, tensors)
@@ -277,7 +277,7 @@ class CudaDevice:
     def to_host(self, pieces: Sequence[Piece]) -> None:
         """See `Device.to_host`."""
         here = torch.cuda.current_stream(self._ordinal)
-        with self._all_ended(here), torch.inference_mode():
+        with self._synchronize_streams(here), torch.inference_mode():
             crossed: list[torch.cuda.Event | None] = [None, None]
             areas = self._staging
             for turn, piece in enumerate(pieces):
@@ -299,12 +299,12 @@ class CudaDevice:
     def from_host(self, pieces: Sequence[Piece]) -> None:
         """See `Device.from_host`."""
         here = torch.cuda.current_stream(self._ordinal)
-        with self._all_ended(here), torch.inference_mode():
+        with self._synchronize_streams(here), torch.inference_mode():
             spread: list[torch.cuda.Event | None] = [None, None]
             areas = self._staging
             for turn, piece in enumerate(pieces):
                 if areas is None or piece.host.numel() > STAGING_NBYTES:
-                    self._send_alone(piece)
+                    self._send_one_by_one(piece)
                     continue
                 staged = areas[turn % 2][: piece.host.numel()]
                 before = spread[turn % 2]
@@ -316,7 +316,7 @@ class CudaDevice:
                     self.copy(piece.tensors, piece.among(staged), piece.form_key)
                 spread[turn % 2] = here.record_event()
 
-    def _send_alone(self, piece: Piece) -> None:
+    def _send_one_by_one(self, piece: Piece) -> None:
         """Queue the copies of tensors for which there is no room in a staging area, one by one."""
         for target, source in zip(piece.tensors, piece.among(piece.host), strict=True):
             plain = target.is_contiguous() and source.is_contiguous() and not is_lazily_changed(target)
@@ -335,7 +335,7 @@ class CudaDevice:
                 self._bounce.send(target, source, self._beside)
 
     @contextlib.contextmanager
-    def _all_ended(self, here: torch.cuda.Stream) -> Iterator[None]:
+    def _synchronize_streams(self, here: torch.cuda.Stream) -> Iterator[None]:
         """A block whose kernels in both streams begin behind what ``here`` holds, and end with it, however it ends."""
         with self._crossing, torch.cuda.device(self._ordinal):
             self._beside.wait_stream(here)
@@ -389,7 +389,7 @@ class CudaBackend:
 @lru_cache(maxsize=1)
 def captures() -> Captures:
     """The captures of graphs in this process."""
-    return Captures(torch.cuda.CUDAGraph, after=release_left)
+    return Captures(torch.cuda.CUDAGraph, after=release_pending)
 
 
 def is_capturing() -> bool:

@@ -94,7 +94,7 @@ def _pieces(
         host = borrowed(base + start, tail.offset + tail.nbytes - start)
         some = tuple(index - first for index in indices) if len(indices) < last - first else None
         if indices:
-            among = partial(_among, layout, first, last, some)
+            among = partial(_entry_views, layout, first, last, some)
             found.append(Piece(host, [tensors[index] for index in indices], among, run_key))
     return found
 
@@ -104,7 +104,7 @@ def _runs(layout: Layout) -> tuple[tuple[int, int], ...]:
     return chunks_of(layout, STAGING_NBYTES)
 
 
-class _At:
+class _BytesByAddress:
     """Bytes, known by where they are."""
 
     def __init__(self, flat: Tensor) -> None:
@@ -112,20 +112,22 @@ class _At:
         self._key = flat.data_ptr(), flat.numel()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _At) and self._key == other._key
+        return isinstance(other, _BytesByAddress) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
 
-def _among(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> SlotViews:
-    return _kept(layout, first, last, some, _At(flat))
+def _entry_views(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, flat: Tensor) -> SlotViews:
+    return _cached_entry_views(layout, first, last, some, _BytesByAddress(flat))
 
 
 # Views of the host's memory are good for whatever lies at that address while the caller holds it, as `kept_views` are.
 # Views of a device's memory keep it, so that no other has its address.
 @lru_cache(maxsize=256)
-def _kept(layout: Layout, first: int, last: int, some: tuple[int, ...] | None, place: _At) -> SlotViews:
+def _cached_entry_views(
+    layout: Layout, first: int, last: int, some: tuple[int, ...] | None, place: _BytesByAddress
+) -> SlotViews:
     with torch.inference_mode():
         found = views(layout, place.flat, first, last)
         return SlotViews(found if some is None else map(found.__getitem__, some))
