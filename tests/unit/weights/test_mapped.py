@@ -135,9 +135,19 @@ def test_only_the_newest_copies_in_use_are_kept(payloads: MappedPayloads) -> Non
 
 
 def test_a_copy_is_reused_only_for_the_same_layout_object(payloads: MappedPayloads) -> None:
-    copy = payloads.of(*inline(1.0))
-    assert payloads.of(*inline(2.0)) is not copy
-    assert copy.views[0].tolist() == [1.0] * SMALL
+    layout, memory = inline(1.0)
+    copy = payloads.of(layout, memory)
+    assert payloads.of(layout, inline(2.0)[1]) is copy
+    equal, memory = inline(3.0)
+    names, shapes = (
+        Layout([(name, "float32", shape) for name in pair])
+        for pair, shape in (("ac", (SMALL,)), ("ab", (2, SMALL // 2)))
+    )
+
+    for other in (equal, names, shapes):
+        assert other.nbytes == layout.nbytes
+        assert payloads.of(other, memory) is not copy
+    assert copy.views[0].tolist() == [2.0] * SMALL
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])

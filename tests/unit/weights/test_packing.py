@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy
 import pytest
 import torch
 import xxhash
@@ -47,6 +48,19 @@ def test_random_bits_of_every_dtype_are_packed_unchanged(dtype: str, arrangement
     pack(weights, layout_of(weights), memoryview(payload))
 
     assert payload == expected
+
+
+@pytest.mark.parametrize("dtype", [name for name, dtype in DTYPES.items() if dtype.itemsize == 2])
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_all_patterns_of_sixteen_bits_are_packed_unchanged(dtype: str, step: int) -> None:
+    patterns = numpy.arange(1 << 16, dtype=numpy.uint16)
+    tensor = torch.from_numpy(patterns.repeat(step)).view(DTYPES[dtype])[::step]
+
+    weights = read_weights({"a": tensor})
+    payload = bytearray(2 << 16)
+    pack(weights, layout_of(weights), memoryview(payload))
+
+    assert payload == patterns.tobytes()
 
 
 def test_lazily_conjugated_and_negated_tensors_are_packed_resolved() -> None:

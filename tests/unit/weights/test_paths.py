@@ -1,4 +1,4 @@
-"""Model paths resolve by attributes and integer indices. An error names the part that does not resolve."""
+"""Model paths resolve by attributes, integer indices and quoted keys. An error names the part that does not resolve."""
 
 from __future__ import annotations
 

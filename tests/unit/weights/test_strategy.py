@@ -161,11 +161,13 @@ def test_out_of_place_apply_refuses_locked_and_read_only_destinations(destinatio
 def test_out_of_place_apply_keeps_the_identity_of_tensordict_parameters() -> None:
     params = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
     parameter = params["a"]
+    before = parameter.detach()
 
     WeightStrategy().apply_weights(params, {"a": torch.ones(2)}, inplace=False)
 
     assert params["a"] is parameter
     assert parameter.tolist() == [1, 1]
+    assert before.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("inplace", [True, False])

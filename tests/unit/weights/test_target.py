@@ -184,7 +184,7 @@ def replaced(model: nn.Linear) -> None:
     model.weight = nn.Parameter(torch.zeros(4, 4))
 
 
-def transposed(model: nn.Linear) -> None:
+def transposed(model: nn.Linear, _: object = None) -> None:
     model.weight.data = model.weight.data.t()
 
 
@@ -198,6 +198,10 @@ def cast(model: nn.Linear) -> None:
 
 def reshaped(model: nn.Linear) -> None:
     model.weight.data = model.weight.data.view(2, 8)
+
+
+def enlarged(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(5, 4))
 
 
 @modes
@@ -218,7 +222,7 @@ def test_a_destination_changed_after_staging_gets_the_whole_staged_version(
 
 
 @modes
-@pytest.mark.parametrize("change", [tied, cast, reshaped], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", [tied, cast, reshaped, enlarged], ids=lambda each: each.__name__)
 def test_a_staged_version_that_no_longer_fits_its_changed_destination_is_refused(
     mode: Mode, change: Callable[[nn.Linear], None]
 ) -> None:
@@ -230,7 +234,7 @@ def test_a_staged_version_that_no_longer_fits_its_changed_destination_is_refused
     change(worker)
     before = snapshot(worker)
 
-    with pytest.raises(LayoutError):
+    with pytest.raises(LayoutError, match="'weight'"):
         target.swap(staged)
 
     assert snapshot(worker) == before
@@ -410,10 +414,6 @@ class ReadyDevice:
     def finish(self) -> None: ...
 
     def synchronize(self) -> None: ...
-
-
-def transposed(model: nn.Linear, _: pytest.MonkeyPatch) -> None:
-    model.weight.data = model.weight.data.t()
 
 
 def of_a_subclass(model: nn.Linear, _: pytest.MonkeyPatch) -> None:

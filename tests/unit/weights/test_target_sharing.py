@@ -183,16 +183,6 @@ def test_unselected_entries_may_have_any_type_and_are_not_in_the_layout(mode: Mo
     assert [entry.name for entry in target.layout.entries] == ["chosen", "own"]
 
 
-def test_parameters_of_a_dict_are_never_mapped() -> None:
-    destination = {"a": nn.Parameter(torch.zeros(3))}
-    memory = destination["a"].data_ptr()
-    target = Target(destination, Mode.MAP)
-
-    target.swap(target.stage(*packed({"a": torch.ones(3)})))
-
-    assert (destination["a"].data_ptr(), destination["a"].tolist()) == (memory, [1, 1, 1])
-
-
 def test_copies_that_are_made_together_share_memory_and_keep_strides_and_values() -> None:
     memory = torch.zeros(256, dtype=torch.uint8)
     line = torch.arange(8.0)
