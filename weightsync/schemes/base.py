@@ -275,7 +275,7 @@ class WeightSyncScheme(Configured):
         """Keep the arguments of the worker's side."""
         worker_idx = given_or_found(given, context, "worker_idx")
         if worker_idx is not None:
-            self._receiver_side.worker_idx = require_worker_id(worker_idx)
+            self._receiver_side.worker_idx = require_worker_id(worker_idx, "worker_idx")
         if self._sender_side.sender is None:
             self._context.set(context)
 
@@ -345,7 +345,7 @@ class WeightSyncScheme(Configured):
 
     def _connect_receiver(self, worker_idx: int | None, deadline: Deadline) -> None:
         if worker_idx is not None:
-            self._receiver_side.worker_idx = require_worker_id(worker_idx)
+            self._receiver_side.worker_idx = require_worker_id(worker_idx, "worker_idx")
         self._receiver_side.connect(self._relay_call, self._await_first, deadline)
 
     def _relay_call(self) -> RelayCall | None:
@@ -740,7 +740,7 @@ class WeightSyncScheme(Configured):
     def worker_idx(self, worker_idx: int | None) -> None:
         if self.initialized_on_sender and not self.initialized_on_receiver and worker_idx is not None:
             raise StateError("scheme", "initialised on the sender", "worker_idx =", ["init_on_receiver"])
-        self._receiver_side.worker_idx = None if worker_idx is None else require_worker_id(worker_idx)
+        self._receiver_side.worker_idx = None if worker_idx is None else require_worker_id(worker_idx, "worker_idx")
 
     @property
     def context(self) -> Any:

@@ -140,7 +140,7 @@ class PipeScheme(WeightSyncScheme):
                 f"init_on_receiver() needs worker_idx=, or a context with .worker_idx: which of {sorted(self._ends)}."
             )
         given = self.worker_idx if worker_idx is None else worker_idx
-        worker = next(iter(self._ends)) if given is None else require_worker_id(given)
+        worker = next(iter(self._ends)) if given is None else require_worker_id(given, "worker_idx")
         if worker not in self._ends:
             raise ConfigurationError(
                 f"worker {worker} has no pipe here: this scheme carries those of {sorted(self._ends)}. For a worker "
