@@ -411,4 +411,3 @@ def test_every_name_in_the_glossary_exists() -> None:
 
     assert len(named) > 80
     assert named - known == set()
-    assert "Courier" not in known

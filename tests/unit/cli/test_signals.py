@@ -65,6 +65,9 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     with ended_by_signals():
         for number in NUMBERS:
             signal.raise_signal(number)
+        assert [signal.getsignal(number) for number in NUMBERS] == [signal.SIG_IGN] * len(NUMBERS)
+
+    assert [signal.getsignal(number) for number in NUMBERS] == [signal.SIG_IGN] * len(NUMBERS)
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(signal.SIGTERM, 143), (1, 1), (0, 0)])

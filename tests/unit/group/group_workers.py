@@ -234,6 +234,14 @@ def fill_and_hang(worker: Worker) -> None:
         time.sleep(600)
 
 
+def put_before_and_after_the_stop(worker: Worker) -> None:
+    """Put one result, and once the group has stopped another."""
+    worker.put(f"{worker.index}: begun")
+    while not worker.stopped:
+        time.sleep(0.01)
+    worker.put(f"{worker.index}: stopped")
+
+
 def put_nothing(worker: Worker) -> None:
     while not worker.stopped:
         time.sleep(0.01)

@@ -141,10 +141,12 @@ def test_results_end_when_all_workers_have_returned(make: Make, caplog: pytest.L
 
 
 def test_stop_lets_workers_return_without_failures_and_yields_their_last_results(make: Make) -> None:
-    with make(workers.act, 2) as group:
-        next(group.results())
+    with make(workers.put_before_and_after_the_stop, 2) as group:
+        first = sorted(result.value for result in islice(group.results(), 2))
         group.stop()
-        assert {result.value for result in group.results()} <= {1.0}
+        last = sorted(result.value for result in group.results())
+
+        assert (first, last) == (["0: begun", "1: begun"], ["0: stopped", "1: stopped"])
         assert group.failures == ()
 
 

@@ -193,11 +193,12 @@ def test_a_weights_iterator_that_a_loader_keeps_yields_nothing_afterwards(scheme
 
     def load(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         kept.append(weights)
-        for _ in weights:
-            pass
+        next(weights)
+        raise RuntimeError("no room for the others")
 
     pair = Pair(scheme_class, model=model_or_loader(Engine(), load=load))
-    pair.sync()
+    pair.sender.send_async()
+    assert pair.receiver.receive(timeout=0) is False
     assert list(kept[0]) == []
     pair.close()
 
@@ -350,6 +351,20 @@ def test_small_buckets_hold_one_tensor_each_and_large_buckets_a_whole_group() ->
     runs = list(buckets(layout, 1 << 30))
     assert [index for first, last in runs for index in range(first, last)] == list(range(len(layout.entries)))
     assert len(runs) == len(layout.groups)
+
+
+@pytest.mark.parametrize("nbytes", [1, 400, 900, 1 << 10, 1 << 11, 1 << 30])
+def test_a_bucket_is_filled_up_to_the_size_asked_for(nbytes: int) -> None:
+    layout, _, _ = packed()
+    entries, runs = layout.entries, list(buckets(layout, nbytes))
+    ends = {group.last for group in layout.groups}
+
+    def size(first: int, last: int) -> int:
+        return entries[last - 1].offset + entries[last - 1].nbytes - entries[first].offset
+
+    assert [index for first, last in runs for index in range(first, last)] == list(range(len(entries)))
+    assert all(size(first, last) <= nbytes or last == first + 1 for first, last in runs)
+    assert all(last in ends or size(first, last + 1) > nbytes for first, last in runs)
 
 
 # ---------------------------------------------------------------------------------------------------- arguments

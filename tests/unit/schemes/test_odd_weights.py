@@ -123,8 +123,9 @@ def test_a_worker_that_overwrites_its_weights_does_not_affect_other_workers(sche
                 worker.tell(receive)
             assert scheme.get_sender().send().ok
             assert [worker.answer() for worker in workers] == [True, True]
-            assert workers[1].do(odd_bits) == bits(source)
+            assert [worker.do(odd_bits) == bits(source) for worker in workers] == [True, True]
             workers[0].do(write_everywhere)
+            assert workers[1].do(odd_bits) == bits(source)
 
 
 @pytest.mark.parametrize("empty", [nn.Identity, dict, TensorDict])

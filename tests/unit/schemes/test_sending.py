@@ -311,22 +311,39 @@ def test_a_goodbye_during_an_update_is_in_the_report_of_the_schemes_next_send(
     assert (list(report.left), list(report)) == ([1], [0, 2])
 
 
-@pytest.mark.parametrize("on_pending", ["supersede", "wait"])
+OTHER_WEIGHTS = [{"weights": object()}, {"weights": {"a": "text"}}]
+OTHER_WORKERS = [{"worker_ids": [9]}, {"worker_ids": []}]
+
+
 @pytest.mark.parametrize(
-    "bad", [{"worker_ids": [9]}, {"worker_ids": []}, {"weights": object()}, {"weights": {"a": "text"}}]
+    ("on_pending", "bad"),
+    [("wait", bad) for bad in OTHER_WORKERS] + [("supersede", bad) for bad in OTHER_WORKERS + OTHER_WEIGHTS],
 )
 def test_a_refused_send_leaves_the_outstanding_update_pending(pair: Pair, on_pending: str, bad: dict[str, Any]) -> None:
     pair.sender.send_async()
     pair.sender.poll()
-    if on_pending == "wait":
-        pair.receiver.receive(timeout=0)
-    if on_pending == "supersede" or "worker_ids" in bad:
-        with pytest.raises(ConfigurationError):
-            pair.sender.send(on_pending=on_pending, **bad)
+    with pytest.raises(ConfigurationError):
+        pair.sender.send(on_pending=on_pending, **bad)
 
-        assert pair.sender.state is State.PENDING_ASYNC
-        pair.receiver.receive(timeout=0)
-        assert pair.sender.wait_async().version == 1
+    assert pair.sender.state is State.PENDING_ASYNC
+    pair.receiver.receive(timeout=0)
+    assert pair.sender.wait_async().version == 1
+
+
+@pytest.mark.parametrize("bad", OTHER_WEIGHTS)
+def test_the_report_of_an_update_that_a_refused_send_waited_for_is_in_the_next_one(
+    pair: Pair, bad: dict[str, Any]
+) -> None:
+    """The wait comes before the weights are read, and by then the refused send cannot return its report."""
+    pair.sender.send_async()
+    pair.receiver.receive(timeout=0)
+    with pytest.raises(ConfigurationError):
+        pair.sender.send(on_pending="wait", **bad)
+
+    assert (pair.sender.state, pair.sender.version) == (State.READY, 1)
+    report = pair.sender.send_async()
+    assert report.previous is not None
+    assert (report.version, report.previous.version, report.previous[0].kind) == (2, 1, OutcomeKind.APPLIED)
 
 
 @pytest.mark.parametrize("option", ["on_pending", "on_failure"])

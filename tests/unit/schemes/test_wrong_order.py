@@ -97,21 +97,15 @@ def test_a_module_without_pipes_is_refused_as_multiprocessing_context() -> None:
         scheme.init_on_sender("policy", num_workers=1, ctx=multiprocessing, model=nn.Linear(2, 2))
 
 
-def test_connect_with_both_ends_of_one_pipe_names_them_as_the_cause() -> None:
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), None], ids=["with a model", "without a model"])
+def test_connect_with_both_ends_of_one_pipe_names_them_as_the_cause(model: nn.Module | None) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", pipes=[ours, theirs], model=nn.Linear(2, 2))
-        with pytest.raises(WorkerLostError, match=r"At its other end is a sender, perhaps this one: give init_on_sen"):
-            scheme.connect(timeout=PATIENCE)
-
-
-def test_connect_without_a_model_detects_both_ends_of_one_pipe() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs, MultiProcessWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", pipes=[ours, theirs])
-        with pytest.raises(
-            WorkerLostError, match=r"worker 0 sent a sender's handshake; .* At its other end is a sender"
-        ):
+        scheme.init_on_sender("policy", pipes=[ours, theirs], model=model)
+        cause = (
+            r"worker 0 sent a sender's handshake; .* At its other end is a sender, perhaps this one: give init_on_sen"
+        )
+        with pytest.raises(WorkerLostError, match=cause):
             scheme.connect(timeout=PATIENCE)
 
 
