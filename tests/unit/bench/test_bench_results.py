@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -381,6 +382,51 @@ def test_a_picture_without_the_plot_extra_raises(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"weightsync bench --plot needs the extra 'plot'"):
         plot(results(), tmp_path / "a.png")
+
+
+def test_the_picture_has_the_sizes_on_its_left_and_the_numbers_of_workers_on_its_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing.installed("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
+    figure: Any = importlib.import_module("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path, **_: drawn.append((self, path)))
+    unverified = Label("shared", Kind.SCHEME, "layout")
+
+    def measured(payload: str, workers: int, milliseconds: float) -> Case:
+        times = floor(Floor.MEMCPY, milliseconds / 2), took(SHARED, milliseconds, 0.2), took(unverified, milliseconds)
+        return case(*times, payload=payload, workers=workers)
+
+    plot(
+        results(
+            measured("L", 4, 60), measured("L", 1, 40), measured("S", 4, 2), measured("S", 1, 1), measured("T", 4, 9)
+        ),
+        tmp_path / "a.png",
+    )
+    ((picture, path),) = drawn
+    left, right = picture.axes
+    (legend,) = picture.legends
+
+    assert path == tmp_path / "a.png"
+    assert [(axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) for axes in (left, right)] == [
+        ("4 workers", "bytes", "ms"),
+        ("payload L", "workers", "ms"),
+    ]
+    assert [(axes.get_xscale(), axes.get_yscale()) for axes in (left, right)] == [("log", "log"), ("linear", "log")]
+    names = [str(label) for label in (Label("memcpy", Kind.FLOOR), SHARED, unverified)]
+    assert [text.get_text() for text in legend.get_texts()] == names
+    for axes, at, times in (
+        (left, [PAYLOADS["S"].nbytes, PAYLOADS["L"].nbytes], [2.0, 60.0]),  # T has too many tensors
+        (right, [1, 4], [40.0, 60.0]),
+    ):
+        assert [line.get_label() for line in axes.lines] == names
+        assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "-"]
+        assert len({line.get_marker() for line in axes.lines[1:]}) == 2
+        assert axes.lines[1].get_color() == axes.lines[2].get_color() != axes.lines[0].get_color()
+        for line, share in zip(axes.lines, (0.5, 1.0, 1.0), strict=True):
+            assert list(line.get_xdata()) == at
+            assert list(line.get_ydata()) == pytest.approx([share * time for time in times])
+        assert axes.collections[1].get_paths()[0].get_extents().ymax == pytest.approx(1.1 * max(times))  # the quartile
 
 
 def test_a_picture_is_written_as_png_and_an_empty_or_unwritable_one_is_refused(tmp_path: Path) -> None:
