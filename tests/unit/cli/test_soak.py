@@ -108,7 +108,6 @@ def _forgetful(soak: Soak) -> object:
     return next_value
 
 
-@pytest.mark.untraced("as above")
 def test_an_outcome_that_is_not_allowed_is_found(soak: EachActionSoak, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_MAY_DIE", frozenset({OutcomeKind.TIMED_OUT}))
 
