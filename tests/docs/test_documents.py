@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import typer
+from code_blocks import blocks
 from fleet import free_port
 from ray_environment import ENVIRONMENT
 from typer.core import TyperGroup
@@ -40,10 +41,6 @@ SPAWNING = ("processes", "shared", "rpc", "distributed")
 
 def page(name: str) -> str:
     return (DOCS / "schemes" / f"{name}.md").read_text(encoding="utf-8")
-
-
-def blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", document, re.DOTALL | re.MULTILINE)
 
 
 def test_each_scheme_has_its_page() -> None:

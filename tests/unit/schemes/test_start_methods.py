@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from code_blocks import blocks
 from fleet import PATIENCE, SCHEMES, Crew, constants, filled, join, large, receive
 
 from weightsync import TransportError, WorkerLostError
 
 ROOT = Path(__file__).parents[3]
-
-
-def blocks(document: str) -> list[str]:
-    """The blocks of Python code in a document."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def rollout(jobs: list[tuple[Any, Any]], results: Any) -> None:
@@ -63,7 +58,7 @@ def test_both_schemes_deliver_all_versions_under_each_start_method(method: str, 
 def test_the_readme_example_runs_and_prints_its_report(
     tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example, _ = blocks("README.md")  # the second block is a test of worker groups
+    example, _ = blocks((ROOT / "README.md").read_text(encoding="utf-8"))  # the second block is a test of worker groups
     source = example.replace('if __name__ == "__main__":', "def main():")
     (tmp_path / "readme_example.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -86,7 +81,9 @@ def test_the_readme_example_runs_and_prints_its_report(
 
 
 def test_the_guides_code_replaces_a_lost_worker(scheme_class: Any, crew: Crew) -> None:
-    (code,) = (block for block in blocks("docs/guide.md") if "start_worker" in block)
+    (code,) = (
+        block for block in blocks((ROOT / "docs/guide.md").read_text(encoding="utf-8")) if "start_worker" in block
+    )
     (first,) = crew.start(scheme_class())
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[first.pipe], model=large(2.0))
