@@ -199,6 +199,7 @@ def test_sends_succeed_although_the_device_has_memory_for_one_slot_only(made: li
         assert made == []
 
         assert all(pair.sync().ok for _ in range(4))
+        assert made == [NBYTES] * 2  # the slots are on the host
         assert constants(pair.model) == {1.0}
         pair.close()
 
