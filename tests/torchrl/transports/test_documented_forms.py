@@ -25,7 +25,6 @@ from weightsync import (
     RPCWeightSyncScheme,
     SharedMemTransport,
     SharedMemWeightSyncScheme,
-    WeightStrategy,
     WeightSyncScheme,
 )
 
@@ -179,11 +178,6 @@ def test_a_receiver_needs_exactly_one_model_and_one_transport() -> None:
 # -------------------------------------------------------------------------------------------- shared memory
 
 
-@pytest.fixture
-def buffers() -> dict[int, TensorDict]:
-    return {worker: TensorDict({"weight": torch.zeros(2)}) for worker in (0, 1)}
-
-
 @pytest.mark.parametrize("auto_register", [True, False])
 def test_auto_register_is_a_readable_property(auto_register: bool) -> None:
     assert SharedMemWeightSyncScheme(auto_register=auto_register).auto_register is auto_register
@@ -223,59 +217,11 @@ def test_auto_register_may_be_turned_off_later() -> None:
         scheme.prepare_weights({"weight": torch.ones(2)}, "policy", scheme.strategy)
 
 
-def test_shared_memory_without_a_pipe_has_nothing_to_receive() -> None:
-    transport = SharedMemTransport()
-
-    assert transport.receive_weights() is None
-    assert transport.receive_weights(timeout=5.0) is None
-    assert transport.send_ack() is None
-    assert transport.check_ack().outcomes == {}
-
-
-def test_shared_memory_without_a_pipe_applies_the_buffer_that_it_is_given() -> None:
-    model, buffer = small(), TensorDict.from_module(small(4.0)).data
-    given = SharedMemTransport().receive_weights(weights=buffer, model=model, strategy=WeightStrategy())
-
-    assert given is buffer
-    assert {4.0} == {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_register_weights_takes_a_params_map(buffers: dict[int, TensorDict], named: bool) -> None:
-    transport = SharedMemTransport()
-    if named:
-        transport.register_weights(params_map=buffers, init_queues={}, per_worker=True)
-    else:
-        transport.register_weights(buffers, {}, True)
-    transport.send_weights(TensorDict({"weight": torch.ones(2)}), worker_ids=[1])
-
-    assert [buffers[worker]["weight"].sum().item() for worker in (0, 1)] == [0.0, 2.0]
-    assert transport.unique_weights == list(buffers.values())
-
-
-def test_a_params_map_can_be_registered_without_queues(buffers: dict[int, TensorDict]) -> None:
-    transport = SharedMemTransport()
+def test_a_params_map_can_be_registered_without_queues() -> None:
+    transport, buffers = SharedMemTransport(), {worker: TensorDict({"weight": torch.zeros(2)}) for worker in (0, 1)}
     transport.register_weights(params_map=buffers)
     transport.send_weights({"weight": torch.ones(2)})
 
     assert [buffers[worker]["weight"].sum().item() for worker in (0, 1)] == [2.0, 2.0]
     with pytest.raises(RuntimeError, match="register_weights"):
         transport.setup_connection_and_weights_on_sender()
-
-
-def test_register_weights_refuses_incomplete_or_mixed_forms(buffers: dict[int, TensorDict]) -> None:
-    for wrong in ({}, {"model_id": "policy"}, {"model_id": "policy", "params_map": buffers}):
-        with pytest.raises(ConfigurationError, match="params_map"):
-            SharedMemTransport().register_weights(**wrong)
-
-
-def test_per_worker_weights_are_written_to_all_workers_or_to_none(buffers: dict[int, TensorDict]) -> None:
-    transport = SharedMemTransport()
-    transport.register_weights(buffers, {}, per_worker=True)
-    own = TensorDict({"weight": torch.ones(2)})
-
-    with pytest.raises(ValueError, match="7"):
-        transport.send_weights({0: own, 7: own})
-    assert buffers[0]["weight"].sum().item() == 0.0
-    transport.send_weights({0: own, 1: own})
-    assert buffers[1]["weight"].sum().item() == 2.0

@@ -23,6 +23,7 @@ from weightsync import (
     State,
     StateError,
     TransportError,
+    WeightStrategy,
 )
 from weightsync.transports.pipe.link import PipeLink
 
@@ -74,15 +75,17 @@ def test_without_workers_both_sends_accept_the_model_id_in_every_argument_form()
     assert ("policy", 0) == (transport.check_ack().model_id, len(transport.check_ack()))
 
 
-def test_receive_weights_without_a_pipe_applies_only_with_buffer_model_and_strategy() -> None:
+@pytest.mark.parametrize("strategy", ["state_dict", WeightStrategy()])
+def test_receive_weights_without_a_pipe_applies_only_with_buffer_model_and_strategy(strategy: Any) -> None:
     transport, buffer, model = SharedMemTransport(), filled(3.0), torch.nn.Linear(3, 2)
     before = constants(model)
+    assert transport.receive_weights(timeout=PATIENCE) is None
     assert transport.receive_weights(weights=buffer, model=model) is None
-    assert transport.receive_weights(weights=buffer, strategy="state_dict") is None
-    assert transport.receive_weights(model=model, strategy="state_dict") is None
+    assert transport.receive_weights(weights=buffer, strategy=strategy) is None
+    assert transport.receive_weights(model=model, strategy=strategy) is None
     assert before == constants(model)
 
-    assert transport.receive_weights(weights=buffer, model=model, strategy="state_dict") is buffer
+    assert transport.receive_weights(weights=buffer, model=model, strategy=strategy) is buffer
     assert {3.0} == constants(model)
 
 
@@ -152,7 +155,8 @@ def test_wait_ack_without_workers_raises_state_error() -> None:
 
     with pytest.raises(StateError):
         transport.wait_ack()
-    assert transport.receive_weights(0.0) is None
+    assert transport.receive_weights() is None
+    assert transport.send_ack() is None
 
 
 # --------------------------------------------------------------------------------------------------- workers
@@ -269,22 +273,29 @@ def test_fault_07_a_worker_serves_a_version_until_it_receives_the_next(pipes: li
 # ---------------------------------------------------------------------------------------------- generation B
 
 
-def test_generation_b_gives_each_worker_its_own_buffer() -> None:
+@pytest.mark.parametrize("named", [(), ("per_worker",), ("params_map", "init_queues", "per_worker")])
+def test_generation_b_gives_each_worker_its_own_buffer(named: tuple[str, ...]) -> None:
     buffers = {0: filled(0.0), 1: filled(0.0)}
     queues: dict[int, queue.Queue[Any]] = {0: queue.Queue(), 1: queue.Queue()}
     transport = SharedMemTransport()
     with pytest.raises(RuntimeError):
         _ = transport.unique_weights
-    transport.register_weights(params_map := dict(buffers), queues, per_worker=True)
+    given = {"params_map": dict(buffers), "init_queues": queues, "per_worker": True}
+    transport.register_weights(
+        *(given[name] for name in given if name not in named), **{name: given[name] for name in named}
+    )
     transport.setup_connection_and_weights_on_sender()
     found = transport.setup_connection_and_weights_on_receiver(worker_idx=1, timeout=PATIENCE)
     transport.send_weights(filled(2.0), [1])
 
-    assert 2 == len(transport.unique_weights)
-    assert ({0.0}, {2.0}) == (values(params_map[0]), values(params_map[1]))
-    assert found is params_map[1]
+    assert [buffers[0], buffers[1]] == transport.unique_weights
+    assert ({0.0}, {2.0}) == (values(buffers[0]), values(buffers[1]))
+    assert found is buffers[1]
     with pytest.raises(RuntimeError):
         transport.setup_connection_and_weights_on_receiver(worker_idx=2)
+
+    transport.send_weights({0: filled(3.0), 1: filled(4.0)})
+    assert ({3.0}, {4.0}) == (values(buffers[0]), values(buffers[1]))
 
 
 def test_generation_b_a_worker_applies_its_buffer_only_with_a_model_and_a_strategy() -> None:
@@ -308,6 +319,8 @@ def test_generation_b_a_worker_applies_its_buffer_only_with_a_model_and_a_strate
     [
         ((), {}),
         (("policy",), {}),
+        ((), {"model_id": "policy"}),
+        ((), {"model_id": "policy", "params_map": {0: filled(0.0)}}),
         ((), {"weights": filled(0.0)}),
         (("policy",), {"params_map": {0: filled(0.0)}}),
         (("policy", filled(0.0)), {"params_map": {0: filled(0.0)}}),
