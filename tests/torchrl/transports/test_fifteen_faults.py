@@ -467,7 +467,7 @@ def test_fault_15_a_scheme_copied_to_a_worker_carries_no_sender_state(pair: Pair
     assert pair.sync().ok
 
 
-def test_fault_15_a_scheme_inherited_by_a_fork_is_uninitialized(pair: Pair, crew: Crew) -> None:
+def test_fault_15_a_scheme_inherited_by_a_fork_is_uninitialized(pair: Pair) -> None:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=tells, args=(theirs, pair))
     process.start()

@@ -151,6 +151,7 @@ def test_increment_version_is_handed_to_the_registered_collector() -> None:
 def test_from_policy_is_none_by_default() -> None:
     assert Recording.from_policy(small()) is None
     assert WeightUpdaterBase.from_policy(small()) is None
+    assert RemoteModuleWeightUpdater.from_policy(small()) is None
 
 
 def test_get_server_weights_maybe_map_weights_and_skip_update_are_overridden() -> None:
