@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from duo import Duo, beside
-from fake_device import fake_device
+from fake_device import FakeDevice, fake_device
 from fleet import PATIENCE, constants, filled
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -70,8 +70,21 @@ def capture(graph: Any) -> None:
     graph.capture_end()
 
 
+@pytest.fixture
+def callers(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The threads that have called the fake device."""
+    found: set[int] = set()
+
+    def noting(method: Any) -> Any:
+        return lambda *given, **named: found.add(threading.get_ident()) or method(*given, **named)
+
+    for name in ("allocate", "open", "launch", "register", "finish", "synchronize"):
+        monkeypatch.setattr(FakeDevice, name, noting(getattr(FakeDevice, name)))
+    return found
+
+
 def test_a_background_reader_applies_no_version_while_another_thread_captures(
-    duo: Duo, graphs: Captures, monkeypatch: pytest.MonkeyPatch
+    duo: Duo, graphs: Captures, callers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captures, "PATIENCE", PATIENCE)
     assert duo.send(2.0, timeout=PATIENCE).ok
@@ -79,14 +92,17 @@ def test_a_background_reader_applies_no_version_while_another_thread_captures(
     with graphs.apart():  # the first call wraps the methods of the class
         pass
     graph.capture_begin()
-    sender = duo.sending.get_sender()
+    sender, trainer = duo.sending.get_sender(), threading.get_ident()
+    callers.clear()
     sender.send_async(filled(duo.source, 3.0))
     time.sleep(A_WHILE)
     assert (duo.receiving.get_receiver().version, constants(duo.model)) == (sender.version - 1, {2.0})
+    assert callers == {trainer}
 
     graph.capture_end()
     assert sender.wait_async(timeout=PATIENCE).ok
     assert constants(duo.model) == {3.0}
+    assert callers > {trainer}
 
 
 def test_a_forward_swaps_no_version_while_another_thread_captures(

@@ -408,6 +408,8 @@ def test_shutdown_closes_the_sender_even_if_its_wait_is_cut_short(
     what: str, duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender, wait = duo.sending.get_sender(), WeightSender.wait_async
+    ours, theirs = multiprocessing.Pipe()
+    duo.sending.init_on_receiver(model_id="policy", model=small(), pipe=theirs)  # it has two sides to close
 
     def interrupted(**options: Any) -> SyncReport:
         if what == "Ctrl-C":
@@ -422,8 +424,10 @@ def test_shutdown_closes_the_sender_even_if_its_wait_is_cut_short(
         with pytest.raises(KeyboardInterrupt) if what == "Ctrl-C" else contextlib.nullcontext():
             duo.sending.shutdown()
 
-    assert sender.state is State.CLOSED
+    assert sender.state is duo.sending.get_receiver().state is State.CLOSED
     assert ("at shutdown" in caplog.text) is (what != "Ctrl-C")
+    ours.close()
+    theirs.close()
 
 
 def test_an_interrupted_close_still_closes_both_sides_and_the_pipes(

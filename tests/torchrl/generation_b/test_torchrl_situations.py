@@ -206,11 +206,15 @@ def test_several_models_with_a_scheme_each_are_updated_together_or_separately(mu
 
 @pytest.mark.parametrize("path", ["critic", "policy[3]", "policy.critic[7]"])
 def test_a_model_path_that_the_collector_lacks_is_refused_at_construction(
-    path: str, scheme: Any, multi: Making
+    path: str, scheme: Any, multi: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(type(scheme), "connect", lambda *_, **__: started.append("a wait for the handshake"))
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", started.append)
     said = rf"a MultiSyncCollector has no model {path!r} \(.*'policy.critic'".replace("[", r"\[")
     with pytest.raises(ModelPathError, match=said):
         multi({path: scheme}, policy=WithCritic())
+    assert started == []
 
 
 def lacks(path: str) -> Any:
