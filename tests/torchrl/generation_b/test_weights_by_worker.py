@@ -26,6 +26,7 @@ from weightsync import (
 from weightsync.clock import Deadline
 from weightsync.options import OnFailure
 from weightsync.protocol.report import Outcome, OutcomeKind, SyncReport
+from weightsync.schemes import worker_set
 from weightsync.schemes.worker_set import send_to_groups
 
 
@@ -90,11 +91,26 @@ def test_a_worker_that_left_unnoticed_is_named_in_the_report_and_the_others_are_
     assert set(report.left) == {2}
 
 
-def test_a_worker_that_left_is_in_the_merged_report_of_sends_to_the_others() -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_worker_that_left_is_in_the_merged_report_of_sends_to_the_others(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves before the send to the first worker, or between the sends to the two: then the last report has it."""
+    real, left = worker_set._send_reporting, []
+
+    def leaving(send: Any, group: Any, deadline: Deadline) -> SyncReport:
+        if group[1] == [before]:
+            three.workers[2].close()
+        report = real(send, group, deadline)
+        left.append(set(report.left))
+        return report
+
+    monkeypatch.setattr(worker_set, "_send_reporting", leaving)
     with trio(small(0.0)) as three:
-        three.workers[2].close()
         report = three.sending.send({0: small(1.0), 1: small(2.0)}, timeout=PATIENCE)
 
+        assert three.served()[:2] == [{1.0}, {2.0}]
+    assert left == ([{2}, set()] if before == 0 else [set(), {2}])
     assert report.ok
     assert set(report.left) == {2}
 

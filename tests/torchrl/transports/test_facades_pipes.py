@@ -310,13 +310,29 @@ def test_send_weights_checks_its_timeout_and_can_return_a_failed_report(hurried:
         trainer.close()
 
 
+def drained(pipe: Connection) -> list[bytes]:
+    """What is still in a pipe, which is empty then."""
+    return list(iter(lambda: pipe.recv_bytes() if pipe.poll() else b"", b""))
+
+
 def test_a_closed_transport_neither_sends_nor_receives(ends: Ends) -> None:
+    pipes = [Connection(os.dup(pipe.fileno())) for pipe in ends.pipes]  # stay open
+    ends.trainer.send_weights_async(filled(1.0))
+    assert ends.worker.receive_weights() is not None
     ends.worker.close()
-    with pytest.raises(StateError):
-        ends.worker.receive_weights()
     ends.trainer.close()
-    with pytest.raises(StateError):
-        ends.trainer.send_weights(filled(1.0))
+    assert [bool(drained(pipe)) for pipe in pipes] == [True, True]  # the goodbyes
+
+    for call in (
+        ends.worker.receive_weights,
+        ends.worker.send_ack,
+        functools.partial(ends.trainer.send_weights, filled(2.0)),
+        functools.partial(ends.trainer.send_weights_async, filled(2.0)),
+        ends.trainer.wait_ack,
+    ):
+        with pytest.raises(StateError, match="closed"):
+            call()
+    assert [drained(pipe) for pipe in pipes] == [[], []]
 
 
 def test_a_closed_trainer_ends_a_receive_without_timeout(ends: Ends) -> None:
