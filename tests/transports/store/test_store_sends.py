@@ -29,7 +29,7 @@ from weightsync import (
 from weightsync.protocol.report import Evidence, OutcomeKind
 from weightsync.transports.buffers import NoRoom
 from weightsync.transports.pipe import framing
-from weightsync.transports.store import group
+from weightsync.transports.store import group, link_threads, stream
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.link_threads import LinkThreads
 
@@ -126,22 +126,32 @@ def test_a_refusal_is_reported_with_its_reason_and_the_worker_keeps_its_old_weig
     assert torch.equal(before, model.weight)
 
 
-def test_a_version_that_cannot_be_applied_is_refused_with_the_traceback(pair: StorePair) -> None:
-    pair.sync()
+class LinearWithExtraState(nn.Linear):
+    words = b""
 
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("no thanks")
+    def get_extra_state(self) -> bytes:
+        return self.words
 
-    pair.model.register_load_state_dict_pre_hook(refuse)
-    pair.scheme.model = None
-    pair.model.set_extra_state = refuse  # type: ignore[method-assign, assignment]
-    pair.sender.send_async({name: tensor[:1] for name, tensor in pair.source.state_dict().items()})
-    assert not pair.receiver.receive(timeout=PATIENCE)
+    def set_extra_state(self, state: bytes) -> None:
+        if state == b"refused":
+            raise RuntimeError("no thanks")
+        self.words = state
 
-    with pytest.raises(RefusedError) as refused:
-        pair.sender.wait_async(timeout=PATIENCE)
-    assert 1 == pair.receiver.version
-    assert refused.value.report.outcomes[0].remote_traceback
+
+def test_a_version_that_cannot_be_applied_is_refused_with_the_traceback(store: Any) -> None:
+    pair = StorePair(store, model=lambda fill: filled(LinearWithExtraState(2, 2), fill))
+    with contextlib.closing(pair):
+        pair.sync()
+        pair.source.words = b"refused"  # type: ignore[assignment]
+        pair.sender.send_async(filled(pair.source, 2.0))
+        assert not pair.receiver.receive(timeout=PATIENCE)
+
+        with pytest.raises(RefusedError, match="no thanks") as refused:
+            pair.sender.wait_async(timeout=PATIENCE)
+    traceback = refused.value.report.outcomes[0].remote_traceback
+    assert "in set_extra_state" in traceback
+    assert 'RuntimeError("no thanks")' in traceback
+    assert (1, [1.0] * 4, b"") == (pair.receiver.version, pair.model.weight.flatten().tolist(), pair.model.words)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -158,24 +168,15 @@ def test_a_payload_of_many_buckets_arrives_whole(store: Any, sync: bool, monkeyp
 
 
 def test_two_thousand_small_tensors_are_applied(store: Any) -> None:
-    pair = StorePair(store, model=lambda fill: filled(nn.ParameterList([nn.Parameter(torch.zeros(64))] * 0 + [
-        nn.Parameter(torch.zeros(64)) for _ in range(2000)
-    ]), fill))  # fmt: skip
+    pair = StorePair(
+        store, model=lambda fill: filled(nn.ParameterList(nn.Parameter(torch.zeros(64)) for _ in range(2000)), fill)
+    )
     with contextlib.closing(pair):
         assert pair.sync().ok
         assert {1.0} == constants(pair.model)
 
 
 def test_a_frame_larger_than_the_stores_value_limit_arrives(store: Any) -> None:
-    class LinearWithExtraState(nn.Linear):
-        words = b""
-
-        def get_extra_state(self) -> bytes:
-            return self.words
-
-        def set_extra_state(self, state: bytes) -> None:
-            self.words = state
-
     pair = StorePair(store, model=lambda fill: filled(LinearWithExtraState(2, 2), fill))
     pair.source.words = os.urandom(2**23 + 5)  # type: ignore[assignment]
     with contextlib.closing(pair):
@@ -388,8 +389,19 @@ def _sockets_and_eventfds(look: Any) -> dict[str, str]:
     return {fd: name for fd, name in found.items() if name.startswith(("socket:", "anon_inode:[eventfd]"))}
 
 
-def test_a_worker_in_another_network_still_receives_versions(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("another", "wanted"), [(True, "127.0.0.9"), (False, "127.0.0.1")])
+def test_a_worker_in_another_network_still_receives_versions(
+    store: Any, monkeypatch: pytest.MonkeyPatch, another: bool, wanted: str
+) -> None:
+    """Its sender could not reach it at the address of the store, which is a loopback's."""
     names = itertools.count()
-    monkeypatch.setattr("weightsync.transports.store.link_threads.own_network", lambda: f"{next(names):032x}")
+    dialled: list[str] = []
+    if another:
+        monkeypatch.setattr(link_threads, "own_network", lambda: f"{next(names):032x}")
+    monkeypatch.setattr(stream, "host_address", lambda: "127.0.1.1")  # as on Debian
+    monkeypatch.setattr(stream, "_routed_address", lambda: "127.0.0.9")
+    dial = link_threads.dial
+    monkeypatch.setattr(link_threads, "dial", lambda address, name: dialled.append(address) or dial(address, name))
     with contextlib.closing(StorePair(store)) as pair:
         assert pair.sync().ok
+    assert [wanted] == [address.rpartition(":")[0] for address in dialled]
