@@ -27,6 +27,7 @@ from weightsync.transports.store.arriving import Arrivals
 from weightsync.transports.store.group import NoGroup
 from weightsync.transports.store.link import StoreLink
 from weightsync.transports.store.seals import NoGuard, Opened
+from weightsync.transports.store.stream import Stream
 from weightsync.weights import packing
 from weightsync.weights.tree_digest import CHUNK
 
@@ -76,14 +77,31 @@ def test_g2_a_payload_hashed_in_parts_is_acked_and_served_without_being_hashed_a
 
 
 def test_payloads_in_parts_are_served_under_a_key(store: Any, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is sealed: one that was altered in transit is rejected as it arrives."""
     monkeypatch.setenv("WEIGHTSYNC_KEY", "a secret")
+    read, arrived = Stream.read_into, list[int]()
+
+    def read_into(stream: Stream, room: memoryview) -> None:
+        read(stream, room)
+        room[-1] ^= len(arrived) == 4
+        arrived.append(len(room))
+
     pair = StorePair(store, model=model)
     with closing(pair):
-        for value in (1.0, 2.0, 3.0):
+        pair.sync()
+        for value in (2.0, 3.0):
+            given.clear()
             filled(pair.source, value)
             assert pair.sync().ok
+            assert len(given) == 10
             assert constants(pair.model) == {value}
-    assert given
+
+        monkeypatch.setattr(Stream, "read_into", read_into)
+        pair.sender.send_async(filled(pair.source, 4.0))
+        with pytest.raises(ConnectionError, match="rejected"):
+            pair.receiver.receive(timeout=PATIENCE)
+        assert arrived == [CHUNK] * 5
+        assert constants(pair.model) == {3.0}
 
 
 def test_parts_whose_digest_is_not_compared_are_not_hashed(pair: StorePair, given: Given) -> None:
