@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import re
 import weakref
@@ -132,13 +133,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def test_whole_pages_are_pinned_and_unpinned_when_they_are_dropped() -> None:
+def test_whole_pages_are_pinned_and_unpinned_when_they_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are unpinned before they are unmapped."""
     driver: Any = Driver()
-    view = memoryview(bytearray(5000))
-    pinned = CudaDevice(driver, 0).register(view, read_only=True)
+    memory = mmap.mmap(-1, 5000)
+    mapped = weakref.ref(memory)
+    monkeypatch.setattr(driver, "unpin", lambda address: driver.calls.append(f"unpin {mapped() is not None}"))
+    pinned = CudaDevice(driver, 0).register(memoryview(memory), read_only=True)
+    del memory
     assert driver.calls == ["pin 8192 True"]
     del pinned
-    assert driver.calls == ["pin 8192 True", "unpin"]
+    assert driver.calls == ["pin 8192 True", "unpin True"]
+    assert mapped() is None
 
 
 def test_memory_dropped_while_a_graph_is_captured_is_released_after_the_capture(
@@ -146,15 +152,19 @@ def test_memory_dropped_while_a_graph_is_captured_is_released_after_the_capture(
 ) -> None:
     driver: Any = Driver()
     monkeypatch.setattr(cuda, "_unreleased", deque())
-    pinned = CudaDevice(driver, 0).register(memoryview(bytearray(10)), read_only=False)
+    memory = mmap.mmap(-1, 10)
+    still_mapped = weakref.ref(memory)
+    pinned = CudaDevice(driver, 0).register(memoryview(memory), read_only=False)
     mapped = cuda._Mapping(driver, 0, 4096, 100)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: driver.calls.append("wait"))
-    del pinned, mapped
+    del memory, pinned, mapped
     assert driver.calls == ["pin 4096 False"]
+    assert still_mapped() is not None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cuda.release_pending()
     assert driver.calls == ["pin 4096 False", "wait", "unpin", "wait", "unmap 100"]
+    assert still_mapped() is None
 
 
 def test_a_forked_child_releases_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:

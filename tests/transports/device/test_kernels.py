@@ -130,18 +130,23 @@ def bench(request: pytest.FixtureRequest, device: FakeDevice) -> Iterator[Bench]
     made.close()
 
 
-def test_later_versions_stay_on_the_device(bench: Bench) -> None:
-    driver = bench.pair.receiver.driver
-    bench.send(3.0)
-    with acting_as("worker"):
-        driver.pump()
-    slot = driver.pending.payload
-    assert isinstance(slot, DeviceMemory)
-    assert bench.receive()
-    assert bench.pair.sender.wait_async(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
-    start, weight = slot.flat.data_ptr(), bench.pair.model.weight.data_ptr()
-    is_mapped = bench.pair.schemes[0].apply_mode is Mode.MAP_ON_DEVICE
-    assert (start <= weight < start + slot.nbytes) is is_mapped
+@pytest.mark.parametrize("scheme", [mapped, copied])
+def test_later_versions_stay_on_the_device(device: FakeDevice, scheme: Any) -> None:
+    with contextlib.closing(Bench(device, scheme)) as bench:
+        bench.serve(1.0)
+        driver = bench.pair.receiver.driver
+        for fill in (2.0, 3.0, 4.0):
+            bench.send(fill)
+            with acting_as("worker"):
+                driver.pump()
+            slot = driver.pending.payload
+            assert isinstance(slot, DeviceMemory)
+            assert bench.receive()
+            assert bench.pair.sender.wait_async(timeout=PATIENCE).outcomes[0].kind is OutcomeKind.APPLIED
+            start, weight = slot.flat.data_ptr(), bench.pair.model.weight.data_ptr()
+            is_mapped = bench.pair.schemes[0].apply_mode is Mode.MAP_ON_DEVICE
+            assert (start <= weight < start + slot.nbytes) is is_mapped
+            assert bench.values() == {fill}
 
 
 @pytest.mark.parametrize("stream", ["default", "another"])

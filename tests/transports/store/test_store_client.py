@@ -377,7 +377,8 @@ def test_a_connection_that_ends_while_it_is_being_made_raises_transport_error(
 def test_a_connection_fails_unless_three_descriptors_are_free(
     store: Any, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped, made = os.eventfd, []
+    """Those that it looked for are closed again, also if not all are free."""
+    shipped, close, made, closed = os.eventfd, os.close, [], []
 
     def eventfd(*given: int) -> int:
         if len(made) == left:
@@ -386,12 +387,14 @@ def test_a_connection_fails_unless_three_descriptors_are_free(
         return made[-1][0]
 
     monkeypatch.setattr(os, "eventfd", eventfd)
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), close(fd)))
     if left == 3:
         Client(store).close()
     else:
         with pytest.raises(TransportError, match=r"^the store at .* failed: \[Errno 24\] Too many open files$"):
             Client(store)
     assert [given for _, given in made] == [(0, os.EFD_CLOEXEC)] * left
+    assert {fd for fd, _ in made} <= set(closed)
 
 
 def test_probing_for_free_descriptors_leaves_none_open() -> None:
