@@ -62,6 +62,7 @@ def test_ray_transport_without_ray_is_an_import_error(monkeypatch: pytest.Monkey
 
 
 def test_fault_12_a_worker_that_failed_is_not_updated(plain: Any) -> None:
+    """TorchRL counts a collector that raised as updated."""
     ray.get(plain.do.remote(breaks))
     transport = RayTransport(plain)
     transport.send_weights_async("policy", nested(1.0))
