@@ -404,7 +404,7 @@ def test_shutdown_waits_for_the_pending_update(duo: Duo) -> None:
 
 
 @pytest.mark.parametrize("what", ["another thread closes it", "another thread abandons it", "Ctrl-C"])
-def test_shutdown_closes_the_sender_even_if_its_wait_is_cut_short(
+def test_shutdown_closes_both_sides_even_if_its_wait_is_cut_short(
     what: str, duo: Duo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender, wait = duo.sending.get_sender(), WeightSender.wait_async

@@ -76,7 +76,9 @@ def test_g2_a_payload_hashed_in_parts_is_acked_and_served_without_being_hashed_a
         assert constants(pair.model) == {value}
 
 
-def test_payloads_in_parts_are_served_under_a_key(store: Any, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_under_a_key_are_sealed_and_an_altered_part_is_rejected(
+    store: Any, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each part is sealed: one that was altered in transit is rejected as it arrives."""
     monkeypatch.setenv("WEIGHTSYNC_KEY", "a secret")
     read, arrived = Stream.read_into, list[int]()
