@@ -21,7 +21,6 @@ from weightsync.testing.replay_data import graphs
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = [f"the graph of {name}" for name in graphs().configurations]
-ORDERED = ["one version", "two versions", "two workers", "crashes", "losses", "ends", "copies", "successors"]
 
 
 def connect(delivery: Delivery = Delivery.ORDERED) -> Any:

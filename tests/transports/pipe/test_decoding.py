@@ -119,11 +119,11 @@ REPORT = SyncReport(
 )
 
 
-def nested(depth: int) -> SyncReport:
-    """Reports nested in each other, ``depth`` of them."""
+def nested(depth: int, field: str) -> SyncReport:
+    """Reports nested in each other by this field, ``depth`` of them."""
     report = REPORT
     for _ in range(depth - 1):
-        report = replace(REPORT, outcomes={0: Outcome(kind=OutcomeKind.APPLIED, nested=report)})
+        report = replace(REPORT, **{field: {0: Outcome(kind=OutcomeKind.APPLIED, nested=report)}})
     return report
 
 
@@ -172,16 +172,19 @@ def test_a_malformed_report_is_a_protocol_error(data: bytes) -> None:
         codec.decode(carrying(data))
 
 
-def test_reports_nested_deeper_than_the_limit_are_refused_at_both_ends() -> None:
-    deepest = Ack(model_id="m", incarnation=1, version=1, nested=nested(MAX_DEPTH))
+@pytest.mark.parametrize("field", ["outcomes", "not_caught_up"])
+def test_reports_nested_deeper_than_the_limit_are_refused_at_both_ends(field: str) -> None:
+    deepest = Ack(model_id="m", incarnation=1, version=1, nested=nested(MAX_DEPTH, field))
     assert codec.decode(codec.encode(deepest)) == deepest
-    with pytest.raises(ConfigurationError, match="nested more than"):
-        codec.encode(replace(deepest, nested=nested(MAX_DEPTH + 1)))
-    data = b"{}"
-    with mock.patch("weightsync.protocol.report_codec.MAX_DEPTH", 300):
-        data = report_codec.encode_report(nested(230))
-    with pytest.raises(ProtocolError, match="nested more than"):
-        codec.decode(carrying(data))
+    with pytest.raises(ConfigurationError, match="nested more than 32 deep"):
+        codec.encode(replace(deepest, nested=nested(MAX_DEPTH + 1, field)))
+    for depth in (MAX_DEPTH + 1, 230):
+        with mock.patch("weightsync.protocol.report_codec.MAX_DEPTH", 300):
+            data = report_codec.encode_report(nested(depth, field))
+        with pytest.raises(ProtocolError, match="nested more than 32 deep"):
+            codec.decode(carrying(data))
+    with pytest.raises(ProtocolError, match="nested too deep"):
+        codec.decode(carrying(b"[" * 200_000))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

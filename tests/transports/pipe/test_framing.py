@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from weightsync import ProtocolError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import MAGIC
-from weightsync.protocol.messages import Ack, SlotRef, Update
+from weightsync.protocol.messages import Ack, NoBase, SlotRef, Update
 from weightsync.transports.base import Received
 from weightsync.transports.buffers import NoRoom, Segment
 from weightsync.transports.pipe import framing
@@ -120,6 +120,16 @@ def test_a_weightsync_frame_split_after_its_header_is_completed_by_its_body() ->
     start = len(frame) - len(control) + codec.HEADER_NBYTES
 
     assert read_in_pieces(frame[:start], frame[start:]) == [[], [Frame(ACK, None, ())]]
+
+
+def test_a_weightsync_frame_without_a_body_is_complete_with_its_header() -> None:
+    message = NoBase(model_id="", incarnation=1, version=1)
+    control = codec.encode(message)
+    assert len(control) == codec.HEADER_NBYTES
+
+    for frame in (frame_of(control), long(PREAMBLE + control)):
+        assert read_in_pieces(frame) == [[Frame(message, None, ())]]
+        assert read_in_pieces(frame[:-1], frame[-1:]) == [[], [Frame(message, None, ())]]
 
 
 @pytest.mark.parametrize(

@@ -317,29 +317,44 @@ def test_a_heap_buffer_has_exactly_the_requested_size(nbytes):
 
 @settings(max_examples=60, stateful_step_count=40)
 class Pools(RuleBasedStateMachine):
-    """A random test of a pool: it never returns a buffer that may still be read."""
+    """A random test of a pool: it never returns a buffer that may still be read, and keeps few that are not."""
 
     buffers = Bundle("buffers")
     pins = Bundle("pins")
+    sizes = st.integers(0, 5000)
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = Pool(Buffer)
         self.pinned: dict[int, set[int]] = {}
         self.retired: set[int] = set()
-        self.known: dict[int, Buffer] = {}
+        #: Kept, so that no two buffers have the same id.
+        self.known: list[Buffer] = []
+        #: How many buffers of the pool were pinned when one was acquired last.
+        self.pinned_then = 0
 
-    @rule(target=buffers, nbytes=st.integers(0, 5000))
+    @rule(target=buffers, nbytes=sizes)
     def acquire(self, nbytes):
+        return self.acquired(nbytes)
+
+    @rule(target=pins, nbytes=sizes, token=st.integers(0, 5))
+    def acquire_and_pin(self, nbytes, token):
+        return self.pin_with(self.acquired(nbytes), token)
+
+    def acquired(self, nbytes):
+        self.pinned_then = statistics(self.pool).pinned
         buffer = self.pool.acquire(nbytes)
         assert not self.pinned.get(id(buffer))
         assert id(buffer) not in self.retired
         assert buffer.nbytes >= nbytes
-        self.known[id(buffer)] = buffer
+        self.known.append(buffer)
         return buffer
 
     @rule(target=pins, buffer=buffers, token=st.integers(0, 5))
     def pin(self, buffer, token):
+        return self.pin_with(buffer, token)
+
+    def pin_with(self, buffer, token):
         buffer.pin(token)
         self.pinned.setdefault(id(buffer), set()).add(token)
         return (buffer, token)
@@ -348,7 +363,13 @@ class Pools(RuleBasedStateMachine):
     def unpin(self, pin):
         buffer, token = pin
         buffer.unpin(token)
-        self.pinned[id(buffer)].discard(token)
+        self.pinned.get(id(buffer), set()).discard(token)
+
+    @rule()
+    def unpin_all(self):
+        for buffer in self.known:
+            for token in self.pinned.pop(id(buffer), set()):
+                buffer.unpin(token)
 
     @rule(buffer=buffers)
     def retire(self, buffer):
@@ -365,7 +386,7 @@ class Pools(RuleBasedStateMachine):
         held = statistics(self.pool)
         pinned = [key for key, tokens in self.pinned.items() if tokens and key not in self.retired]
         assert held.pinned <= len(pinned)
-        assert held.buffers <= len(self.known)
+        assert held.buffers <= self.pinned_then + 1 + SPARE_BUFFERS
 
 
 TestPools = Pools.TestCase

@@ -73,7 +73,8 @@ def test_a_report_is_decoded_with_every_field(depth):
 
 
 def test_an_absent_report_is_decoded_as_none():
-    assert report_codec.decode_report(report_codec.encode_report(None)) is None
+    assert report_codec.encode_report(None) == b""
+    assert report_codec.decode_report(b"") is None
 
 
 @pytest.mark.parametrize(
@@ -92,13 +93,6 @@ def test_a_report_with_an_invalid_field_is_refused_with_the_reason(field, value,
 
     with pytest.raises(ValueError, match=reason):
         report_codec.decode_report(json.dumps(record).encode())
-
-
-def test_a_report_nested_too_deep_is_refused_at_both_ends():
-    with pytest.raises(ValueError, match="nested more than 32 deep"):
-        report_codec.encode_report(nested(report_codec.MAX_DEPTH + 1))
-    with pytest.raises(ValueError, match="nested too deep"):
-        report_codec.decode_report(b"[" * 200_000)
 
 
 @given(strategies.messages, st.integers(0, 8))

@@ -67,13 +67,13 @@ WIDER = {HALF: {"float64", "float32"}, BRAIN: {"float64", "float32"}, SINGLE: {"
 
 
 @pytest.mark.parametrize("wire_dtype", list(WireDtype))
-@pytest.mark.parametrize("device", ["cpu", "posed", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", "the CPU as a device", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_wider_floats_are_cast_as_torch_casts_them_and_other_tensors_are_unchanged(
     wire_dtype: WireDtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         without_gpus("A CAST ON A DEVICE", "no GPU; the same path was tested with the CPU as the device")
-    if device == "posed":
+    if device == "the CPU as a device":
         monkeypatch.setattr(packing, "_on_one_device", bool)
     weights, packer = mixed(), Packer(wire_dtype=wire_dtype)
     wider, dtype = WIDER[wire_dtype], wire_dtype.value
