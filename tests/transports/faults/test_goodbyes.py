@@ -20,6 +20,7 @@ from fleet import PATIENCE, Pair, large, small
 
 from weightsync import ConfigurationError, OutcomeKind, RefusedError, SenderClosed, TransportError, WorkerLostError
 from weightsync.engine import workers
+from weightsync.protocol import receiver as receiver_pure
 from weightsync.transports.base import Link
 from weightsync.weights.target import Staged
 
@@ -331,34 +332,76 @@ def test_g11_a_model_that_misfits_at_the_handshake_is_refused_in_every_send(sche
         pair.close()
 
 
-def test_g6_an_error_in_prepare_relay_refuses_the_update_before_the_swap(pair: Pair) -> None:
-    class Asked:
-        """A background reader whose `prepare_relay` raises."""
+class NotingReader:
+    """A background reader that notes the calls of its methods; `prepare_relay` raises the error, if one is given."""
 
-        def prepare_relay(self) -> bool:
-            raise RuntimeError("do not ask")
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[str] = []
+        self._error = error
 
-        def version_decided(self) -> None:
-            """Do nothing, since no thread waits."""
+    def prepare_relay(self) -> bool:
+        self.calls.append("prepare_relay")
+        if self._error is not None:
+            raise self._error
+        return False
 
-        def link_added(self) -> None:
-            """Do nothing."""
+    def version_decided(self) -> None:
+        self.calls.append("version_decided")
 
-        def model_set(self, model: Any) -> None:
-            """Do nothing."""
+    def link_added(self) -> None:
+        """Do nothing."""
 
-        def stop(self) -> None:
-            """Do nothing, since there is no thread."""
+    def model_set(self, model: Any) -> None:
+        """Do nothing."""
 
+    def stop(self) -> None:
+        """Do nothing, since there is no thread."""
+
+
+def receive_with(pair: Pair, reader: NotingReader, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Receive version 2 with this background reader, which also notes the swap and the ack."""
     pair.sync()
     pair.sender.send_async(small(7.0))
-    pair.receiver.set_background_reader(Asked())  # type: ignore[arg-type]
-    assert pair.receiver.receive_and_apply_here() is False
+    target, driver = pair.receiver.target(), pair.receiver.driver
+    swap, take = target.swap, driver.take
+
+    def noting_swap(staged: Staged) -> None:
+        reader.calls.append("swap")
+        swap(staged)
+
+    def noting_take(event: Any) -> Any:
+        if isinstance(event, receiver_pure.Applied):
+            reader.calls.append("ack")
+        return take(event)
+
+    monkeypatch.setattr(target, "swap", noting_swap)
+    monkeypatch.setattr(driver, "take", noting_take)
+    pair.receiver.set_background_reader(reader)  # type: ignore[arg-type]
+    applied = pair.receiver.receive_and_apply_here()
     pair.receiver.set_background_reader(None)
+    return applied
+
+
+def test_g6_an_error_in_prepare_relay_refuses_the_update_before_the_swap(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = NotingReader(RuntimeError("do not ask"))
+    assert receive_with(pair, reader, monkeypatch) is False
 
     with pytest.raises(RefusedError, match="do not ask"):
         pair.sender.wait_async(timeout=PATIENCE)
     assert (pair.receiver.version, pair.model[0].bias.tolist()) == (1, [1.0, 1.0, 1.0])
+    assert reader.calls == ["prepare_relay", "version_decided"]
+
+
+def test_g6_a_background_reader_is_called_before_the_swap_and_after_the_ack_but_not_between(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = NotingReader()
+    assert receive_with(pair, reader, monkeypatch) is True
+
+    assert pair.sender.wait_async(timeout=PATIENCE).ok
+    assert reader.calls == ["prepare_relay", "swap", "ack", "version_decided"]
 
 
 def test_the_pipe_of_a_worker_that_is_removed_meanwhile_is_found_or_unknown(

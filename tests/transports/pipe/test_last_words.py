@@ -115,7 +115,7 @@ def test_the_error_of_a_link_closed_by_its_peer_names_the_peers_process() -> Non
     here, there = PipeLink(ours, "m", peer="worker 1"), PipeLink(theirs, "m")
     here.watch(*own_identity())
     there.close()
-    with pytest.raises(TransportError, match=f"worker 1 was closed by the other end, process {os.getpid()}"):
+    with pytest.raises(TransportError, match=rf"worker 1 was closed by the other end, process {os.getpid()}\.$"):
         here.receive()
     here.close()
 
