@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 
 import torch
-import xxhash
+from edits import with_checksum
 
 from weightsync.errors import AuthenticationError, ProtocolError, TransportError
 from weightsync.keys import SharedKey
@@ -42,9 +42,7 @@ KEY, IDENTITY = SharedKey(bytes(32)), Identity("store", "policy", "0", "link")
 
 def sealed(head: bytes, body: bytes) -> bytes:
     """A frame of this head and body, with its size and checksum set right."""
-    covered = bytearray(head[16:] + body)
-    covered[4:8] = struct.pack("!I", len(body))
-    return head[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(bytes(covered))) + bytes(covered)
+    return with_checksum(head[:20] + struct.pack("!I", len(body)) + head[24:] + body)
 
 
 def carrying(report: bytes) -> bytes:

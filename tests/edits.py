@@ -1,9 +1,11 @@
-"""Hypothesis strategies for almost valid inputs of a decoder, for tests and for `tests/fuzz.py`."""
+"""Almost valid inputs of a decoder, and Hypothesis strategies for them, for tests and for `tests/fuzz.py`."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
+import xxhash
 from hypothesis import strategies as st
 
 #: The kind of edit, the position, and the bytes. A cut removes as many bytes as the first of them says.
@@ -22,6 +24,11 @@ def edited(data: bytes, changes: list[Edit]) -> bytes:
         behind = {"write": at + len(piece), "insert": at, "cut": at + piece[0]}[how]
         data = data[:at] + (b"" if how == "cut" else piece) + data[behind:]
     return data
+
+
+def with_checksum(data: bytes) -> bytes:
+    """An encoded message with a correct checksum."""
+    return data[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(data[16:])) + data[16:]
 
 
 def spliced(one: bytes, other: bytes, at: int) -> bytes:

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from constant_models import constants, filled, large, small  # noqa: F401 - tests import them from here
 from torch import nn
 
 from weightsync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightReceiver, WeightSender
@@ -60,32 +61,6 @@ def note_calls(call: Callable[[], object], note: Callable[[FrameType], object]) 
     finally:
         sys.setprofile(before)
         gc.enable()
-
-
-# ------------------------------------------------------------------------------------------------- models
-
-
-def small(fill: float = 0.0) -> nn.Module:
-    """A model whose weights travel inline, of a few hundred bytes."""
-    return filled(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), fill)
-
-
-def large(fill: float = 0.0) -> nn.Module:
-    """A model whose weights travel in a segment, of 160 KiB."""
-    return filled(nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 200)), fill)
-
-
-def filled(model: nn.Module, fill: float) -> nn.Module:
-    """Set all weights of a model to ``fill``, and return the model."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(fill)
-    return model
-
-
-def constants(model: nn.Module) -> set[float]:
-    """The distinct values of all weights."""
-    return {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
 
 
 # ------------------------------------------------------------------------------------ both ends in one process
@@ -361,6 +336,15 @@ def descriptors() -> dict[str, str]:
 def opened_since(before: dict[str, str]) -> dict[str, str]:
     """The descriptors that this process has opened since ``before``, regardless of those closed since."""
     return {fd: name for fd, name in descriptors().items() if before.get(fd) != name}
+
+
+def descriptors_of(inode: int) -> list[str]:
+    """The descriptors of this process for one file; other threads may open and close others meanwhile."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += [name] * (os.stat(f"/proc/self/fd/{name}").st_ino == inode)
+    return found
 
 
 def segments(pid: int | str = "self") -> int:

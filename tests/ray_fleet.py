@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from constant_models import constants_of, filled, small  # noqa: F401 - tests import them from here
 from tensordict import TensorDict
-from torch import nn
+from unpicklable import NotUnpickled
 
 from weightsync import RayWeightSyncScheme, WeightSyncActor
 from weightsync.schemes import ray_server
@@ -22,24 +23,6 @@ ray: Any = importlib.import_module("ray") if INSTALLED else None
 
 #: Seconds after which a test gives up. Only a failing test waits so long.
 PATIENCE = 120.0
-
-
-def small(fill: float = 0.0) -> nn.Module:
-    """A model of a few hundred bytes."""
-    return filled(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), fill)
-
-
-def filled(model: nn.Module, fill: float) -> nn.Module:
-    """Set all weights of a model to ``fill``, and return the model."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(fill)
-    return model
-
-
-def constants(weights: Any) -> set[float]:
-    """The distinct values of all weights."""
-    return {value for tensor in weights.values() for value in tensor.flatten().tolist()}
 
 
 class Bench:
@@ -64,7 +47,7 @@ class Bench:
 
     def shows(self) -> set[float]:
         """The distinct values of the policy's weights."""
-        return constants(self.policy.state_dict())
+        return constants_of(self.policy.state_dict())
 
     def sleep(self, seconds: float) -> None:
         """Block the actor, so that the next call waits."""
@@ -112,7 +95,7 @@ class Loop(WeightSyncActor):
         self.released = asyncio.Event()
 
     async def shows(self) -> set[float]:
-        return constants(self.policy.state_dict())
+        return constants_of(self.policy.state_dict())
 
     async def hold(self) -> None:
         with self.weight_receiver().serving():
@@ -120,14 +103,6 @@ class Loop(WeightSyncActor):
 
     async def let_go(self) -> None:
         self.released.set()
-
-
-class TwoParts(Exception):
-    """An exception that can be pickled but not unpickled, since unpickling calls it with one argument."""
-
-    def __init__(self, reason: str, part: int) -> None:
-        super().__init__(reason)
-        self.part = part
 
 
 class Plain(Bench):
@@ -139,7 +114,7 @@ class Plain(Bench):
         if "raise StopIteration" in self.kept:
             next(iter(()))
         if "raise with parts" in self.kept:
-            raise TwoParts("these weights are not for me", 2)
+            raise NotUnpickled("these weights are not for me", 2)
         self.kept["type"] = type(policy_or_weights).__name__
         self.kept["calls"] = self.kept.get("calls", 0) + 1
         if not isinstance(policy_or_weights, dict):
@@ -172,7 +147,7 @@ class Module:
         self.module.load_state_dict(state_dict)
 
     def shows(self) -> set[float]:
-        return constants(self.module.state_dict())
+        return constants_of(self.module.state_dict())
 
 
 def set_policy(actor: Bench, make: Any, *arguments: Any) -> None:

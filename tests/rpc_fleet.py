@@ -116,21 +116,8 @@ def listen(setup: WorkerSetup, make: Callable[..., nn.Module] = small, model_id:
     setup.kept[model_id] = setup.scheme
 
 
-def take(setup: WorkerSetup, timeout: float | None = PATIENCE) -> bool:
-    return bool(setup.receiver.receive(timeout=timeout))
-
-
 def shows(setup: WorkerSetup) -> tuple[int | None, set[float]]:
     return setup.receiver.version, constants(setup.model)
-
-
-def receive_until_gone(setup: WorkerSetup) -> str:
-    """Receive until the sender is gone. Returns the message of the error."""
-    try:
-        while True:
-            setup.receiver.receive(timeout=PATIENCE)
-    except ConnectionError as error:
-        return str(error)
 
 
 def state_dict(setup: WorkerSetup) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from constant_models import constants_of
 from fleet import PATIENCE, Pair, constants, filled, small
 from tensordict import TensorDict
 from torch import nn
@@ -177,10 +178,6 @@ def test_prepare_weights_takes_a_strategy_by_its_name(scheme_class: Any, strateg
     assert isinstance(found, TensorDict if strategy == "tensordict" else dict)
     with pytest.raises(ValueError, match="no strategy 'dict'"):
         scheme_class().prepare_weights(small(3.0), "policy", "dict")
-
-
-def constants_of(weights: Any) -> set[float]:
-    return {value for tensor in weights.values() for value in tensor.flatten().tolist()}
 
 
 def test_pickling_a_scheme_strips_its_sides(pair: Pair) -> None:

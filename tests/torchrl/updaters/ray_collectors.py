@@ -6,13 +6,7 @@ import os
 import threading
 from typing import Any
 
-
-class TwoParts(Exception):
-    """An exception that can be pickled but not unpickled, since unpickling calls it with one argument."""
-
-    def __init__(self, reason: str, part: int) -> None:
-        super().__init__(reason)
-        self.part = part
+from unpicklable import NotUnpickled
 
 
 class RemoteCollector:
@@ -38,7 +32,7 @@ class RemoteCollector:
             # Even this error must not be taken for a failed connection.
             raise ConnectionResetError("not for me")
         if self.how == "raise with parts":
-            raise TwoParts("not for me", 2)
+            raise NotUnpickled("not for me", 2)
         with self.turn:  # a call that hung earlier keeps its place before later ones
             assert self.go_on.wait(60)
             self.given.append(policy_weights)

@@ -237,7 +237,7 @@ def test_a_collector_whose_exception_cannot_be_unpickled_is_refused_and_not_lost
     report = RayWeightUpdater(weights(), pool).push_weights(on_failure="report", timeout=PATIENCE)
 
     assert kinds(report) == [REFUSED, APPLIED]
-    assert report[0].reason.endswith("TwoParts: not for me")
+    assert report[0].reason.endswith("NotUnpickled: not for me")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults_by_delivery import FAULTS
 from in_process_call_client import DirectCallClient, ThreadedCallClient
 from local_links import LocalLink, local_pair
 from ray_relay import ray_factory
@@ -255,14 +256,6 @@ QUEUES = dict.fromkeys(
 HELD_GOODBYE = "a goodbye that is held back is lost with its link, and a queue has no end"
 LATE_HANDSHAKE = "a handshake that is held back until its link closes is a call that may come after the next link's"
 WEIGHTS_ONLY = "a user's own transport takes weights, not messages: no link of ours is at its other end"
-
-#: The faults of `FaultyTransport` under each delivery.
-FAULTS = {
-    Delivery.ORDERED: {"delay": 0.3},
-    Delivery.REORDERED: {"delay": 0.4},
-    Delivery.AT_LEAST_ONCE: {"delay": 0.3, "duplicate": 0.3},
-    Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
-}
 
 
 def faulty(

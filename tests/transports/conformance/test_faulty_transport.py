@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from faults_by_delivery import FAULTS
 from local_links import local_pair
 
 from weightsync import ConfigurationError, TransportError
@@ -18,12 +19,6 @@ from weightsync.testing import SCENARIOS, Ends, FaultyTransport, Nonconforming, 
 from weightsync.transports.base import Link, Waker, wait
 from weightsync.transports.pipe.link import PipeLink
 
-FAULTS = {
-    Delivery.ORDERED: {"delay": 0.3},
-    Delivery.REORDERED: {"delay": 0.4},
-    Delivery.AT_LEAST_ONCE: {"delay": 0.3, "duplicate": 0.3},
-    Delivery.BEST_EFFORT: {"delay": 0.2, "duplicate": 0.2, "drop": 0.2},
-}
 #: The scenario that these links cannot run, and the reason.
 UNREACHABLE = {"several models": "one model a connection here"}
 

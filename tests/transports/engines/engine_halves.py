@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 from engine_server import PATIENCE
-from torch import Tensor
+from torch import Tensor, nn
 
+from weightsync import EngineWeightSyncScheme
 from weightsync.clock import Deadline
-from weightsync.schemes.engines.client import Bucket
+from weightsync.schemes.engines.client import Bucket, Engine
 from weightsync.schemes.engines.ipc import VLLMIPCCarrier
 
 #: The UUID of the only GPU in these tests.
@@ -325,3 +326,10 @@ def install_older_vllm(patch: pytest.MonkeyPatch) -> None:
 
 def install_sglang(patch: pytest.MonkeyPatch) -> None:
     install(patch, {"sglang.srt.utils": {"init_custom_process_group": init_custom_process_group}})
+
+
+def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeightSyncScheme:
+    """A scheme with this engine as its only worker."""
+    scheme = EngineWeightSyncScheme(**options)
+    scheme.init_on_sender("policy", engines=[engine], model=source)
+    return scheme

@@ -20,6 +20,7 @@ from engine_halves import (
     install_older_vllm,
     install_sglang,
     install_vllm,
+    scheme_with,
 )
 from engine_server import EngineServer, equal, serving
 from fleet import PATIENCE, large, small
@@ -31,7 +32,6 @@ from weightsync import (
     AckTimeoutError,
     Carrier,
     ConfigurationError,
-    EngineWeightSyncScheme,
     Evidence,
     OutcomeKind,
     SGLangEngine,
@@ -100,12 +100,6 @@ for_each_carrier = pytest.mark.parametrize(
 )
 pytestmark = pytest.mark.usefixtures("vllm", "sglang")
 Make = Callable[[EngineServer], Engine]
-
-
-def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeightSyncScheme:
-    scheme = EngineWeightSyncScheme(**options)
-    scheme.init_on_sender("policy", engines=[engine], model=source)
-    return scheme
 
 
 # ------------------------------------------------------------------------------------------- all carriers

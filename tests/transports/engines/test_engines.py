@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_halves import scheme_with
 from engine_server import Beside, EngineServer, Inline, equal, serving
 from fleet import PATIENCE, large, small
 from missing import installed
@@ -242,12 +243,6 @@ def test_extra_state_is_refused_since_no_engine_takes_it(world: World) -> None:
 def server() -> Iterator[EngineServer]:
     with serving() as made:
         yield made
-
-
-def scheme_with(engine: Engine, source: nn.Module, **options: Any) -> EngineWeightSyncScheme:
-    scheme = EngineWeightSyncScheme(**options)
-    scheme.init_on_sender("policy", engines=[engine], model=source)
-    return scheme
 
 
 def test_vllm_is_initialised_once_and_gets_all_phases_of_each_version(server: EngineServer) -> None:

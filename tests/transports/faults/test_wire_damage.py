@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import xxhash
+from edits import with_checksum
 from fleet import PATIENCE, Pair, constants, filled, large, raw, small
 from torch import nn
 
@@ -114,11 +114,6 @@ def hello(**changes: Any) -> Hello:
     return Hello(**{"model_id": "policy", "incarnation": 1, **changes})
 
 
-def sealed(data: bytes) -> bytes:
-    """The same message with a correct checksum."""
-    return data[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(data[16:])) + data[16:]
-
-
 def damaged() -> dict[str, bytes]:
     whole = codec.encode(hello())
     other = bytearray(whole)
@@ -141,7 +136,7 @@ def damaged() -> dict[str, bytes]:
         "too long": framed(whole + b"x"),
         "a body that claims 4 GiB": framed(bytes(huge)),
         "a negative length": struct.pack("!i", -2),
-        "a process id that no process has": framed(sealed(beyond)),
+        "a process id that no process has": framed(with_checksum(beyond)),
     }
 
 

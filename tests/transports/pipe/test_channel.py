@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -11,6 +10,7 @@ import threading
 import time
 
 import pytest
+from fleet import descriptors_of
 
 from weightsync.errors import ConfigurationError, ProtocolError, TransportError
 from weightsync.protocol._tables import RefusalKind
@@ -345,15 +345,6 @@ def test_a_segment_for_a_model_without_a_link_is_closed_with_the_connection(link
     actor[1].close()
     held.append(len(descriptors_of(inode)))
     assert held == [held[0], held[0] + 1, held[0]]
-
-
-def descriptors_of(inode: int) -> list[int]:
-    """The descriptors of this process for one file."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found += [int(name)] * (os.stat(f"/proc/self/fd/{name}").st_ino == inode)
-    return found
 
 
 def test_dropping_an_unclosed_link_leaves_the_connection_open(ends):

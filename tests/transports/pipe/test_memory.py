@@ -12,6 +12,7 @@ import stat
 
 import pytest
 import torch
+from fleet import descriptors_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -294,15 +295,6 @@ def test_a_segment_is_freed_with_its_last_view():
     del buffer, view
 
     assert descriptors_of(inode) == []
-
-
-def descriptors_of(inode: int) -> list[str]:
-    """The descriptors of this process for one file; other threads may open and close others meanwhile."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found += [name] * (os.stat(f"/proc/self/fd/{name}").st_ino == inode)
-    return found
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, LARGE])

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from missing import not_tested
 from msgspec.structs import replace
-from ray_fleet import TwoParts
 from torch import nn
+from unpicklable import NotUnpickled
 
 from weightsync import (
     ConfigurationError,
@@ -148,9 +148,9 @@ def test_g10_an_actor_that_dies_while_it_is_called_ends_its_link(
 
 
 def raised_with_parts() -> Exception:
-    """The error that Ray raises in the trainer if an actor raises `TwoParts`."""
+    """The error that Ray raises in the trainer if an actor raises `NotUnpickled`."""
     error = ray.exceptions.RayTaskError(
-        "update", "Traceback ...\nTwoParts: not for me", TwoParts("not for me", 2), "ray::update", 1, "there"
+        "update", "Traceback ...\nNotUnpickled: not for me", NotUnpickled("not for me", 2), "ray::update", 1, "there"
     )
     found: Exception = ray.exceptions.RayError.from_bytes(error.to_bytes())
     return found
@@ -162,7 +162,7 @@ def test_a_receiver_whose_exception_cannot_be_unpickled_ends_its_link_for_that_r
 
     actor.calls[0].set_exception(raised_with_parts())
 
-    with pytest.raises(TransportError, match=r"^worker 0 ended its link: TwoParts: not for me$"):
+    with pytest.raises(TransportError, match=r"^worker 0 ended its link: NotUnpickled: not for me$"):
         answers.result(timeout=0)
 
 
@@ -176,7 +176,7 @@ def test_a_method_whose_result_or_error_cannot_be_unpickled_refuses_and_is_not_l
 
     refusal = answers.result(timeout=0)[0]
     assert isinstance(refusal, Refusal)
-    assert refusal.reason.endswith("TypeError: no part" if returned else "TwoParts: not for me")
+    assert refusal.reason.endswith("TypeError: no part" if returned else "NotUnpickled: not for me")
     assert refusal.evidence is Evidence.CALL
     assert refusal.remote_traceback
 

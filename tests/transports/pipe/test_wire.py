@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import wire_strategies as strategies
-import xxhash
+from edits import with_checksum
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -28,11 +28,6 @@ EXAMPLES = [
     Refusal(model_id="policy", incarnation=5, version=4, kind=RefusalKind.STALE, reason="naïve", fence=2**99),
     Bye(model_id="policy", incarnation=5, reason="done"),
 ]
-
-
-def sealed(data: bytes) -> bytes:
-    """``data`` with a correct checksum."""
-    return data[:8] + struct.pack("!Q", xxhash.xxh3_64_intdigest(data[16:])) + data[16:]
 
 
 @given(strategies.messages)
@@ -168,7 +163,7 @@ def test_an_absurd_length_is_refused_before_anything_is_allocated():
     data[20:24] = b"\xff\xff\xff\xff"
 
     with pytest.raises(ProtocolError, match="claims a body"):
-        codec.peek(sealed(bytes(data)))
+        codec.peek(with_checksum(bytes(data)))
 
 
 def test_a_header_is_read_without_its_body_up_to_the_largest_body_size():

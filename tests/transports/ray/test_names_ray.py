@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from ray_fleet import Module, constants, ray, small
+from ray_fleet import Module, constants_of, ray, small
 from tensordict import TensorDict
 
 from weightsync import (
@@ -39,7 +39,7 @@ class Shown(Module):
     """An actor like that of TorchRL's `RayModuleTransform`, with a method that returns its weights."""
 
     def shows(self) -> set[float]:
-        return constants(self.module.state_dict())
+        return constants_of(self.module.state_dict())
 
 
 # ----------------------------------------------------------------------------------------------- RayTransport
@@ -175,7 +175,7 @@ def test_ray_module_transform_receiver_applies_locally() -> None:
     receiver.register_model(model)
     receiver.apply_weights(nested(3.0))
 
-    assert constants(model.state_dict()) == {3.0}
+    assert constants_of(model.state_dict()) == {3.0}
     receiver.close()
 
 

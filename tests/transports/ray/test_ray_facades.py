@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_fleet import PATIENCE, Module, constants, small
+from ray_fleet import PATIENCE, Module, constants_of, small
 from tensordict import TensorDict
 
 from weightsync import (
@@ -249,4 +249,4 @@ def test_the_receiver_of_the_module_scheme_runs_in_the_actor(setups: list[Any]) 
         report = scheme.get_sender().send(timeout=PATIENCE)
 
     assert report[0].evidence is Evidence.ANSWER
-    assert get(setups[0].do.remote(lambda actor: constants(actor.module.state_dict()))) == {9.0}
+    assert get(setups[0].do.remote(lambda actor: constants_of(actor.module.state_dict()))) == {9.0}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray_fleet import PATIENCE, constants, filled, init_by_hand, ray, set_policy, small
+from ray_fleet import PATIENCE, constants_of, filled, init_by_hand, ray, set_policy, small
 from torch import nn
 
 from weightsync import (
@@ -247,7 +247,7 @@ def test_a_plain_actor_whose_exception_cannot_be_unpickled_stays_a_member(plain:
     get(plain.do.remote(lambda actor: actor.kept.update({"raise with parts": True})))
     sender = trainer([plain], small(5.0))
 
-    with pytest.raises(RefusedError, match=r"TwoParts: these weights are not for me\)") as refused:
+    with pytest.raises(RefusedError, match=r"NotUnpickled: these weights are not for me\)") as refused:
         sender.send(timeout=PATIENCE)
 
     assert refused.value.report[0].evidence is Evidence.CALL
@@ -302,7 +302,7 @@ def test_an_actor_may_create_its_model_after_the_handshake(setups: list[Any], tr
     get(setups[0].do.remote(lambda actor: actor.__dict__.update(critic=small())))
 
     assert sender.send(timeout=PATIENCE).ok
-    assert get(setups[0].do.remote(lambda actor: constants(actor.critic.state_dict()))) == {9.0}
+    assert get(setups[0].do.remote(lambda actor: constants_of(actor.critic.state_dict()))) == {9.0}
 
 
 def test_a_lazy_model_may_be_initialised_after_the_handshake(setups: list[Any], trainer: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import small
-from rpc_fleet import World, attempt, command, listen, retire, send, take
+from fleet import receive, small
+from rpc_fleet import World, attempt, command, listen, retire, send
 from torch.distributed import rpc
 
 from weightsync import ConfigurationError, RPCWeightSyncScheme
@@ -58,7 +58,7 @@ def test_a_generator_of_workers_is_accepted(world: World) -> None:
     world.trainer.do(command_by_generator)
     world.trainer.tell(send, 6.0)
 
-    assert world.workers[0].do(take)
+    assert world.workers[0].do(receive)
     assert world.trainer.answer().ok
     world.trainer.do(retire)
     world.workers[0].do(retire)

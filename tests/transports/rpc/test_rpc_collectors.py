@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, WorkerSetup, constants, small
+from fleet import PATIENCE, WorkerSetup, constants, receive, small
 from msgspec.structs import replace
-from rpc_fleet import World, attempt, command, listen, odd, retire, send, shows, take
+from rpc_fleet import World, attempt, command, listen, odd, retire, send, shows
 from tensordict import TensorDict
 from torch.distributed import rpc
 
@@ -223,7 +223,7 @@ def test_a_collector_in_a_process_with_a_receiver_is_updated_by_the_receiver(wor
     world.workers[0].do(listen)
     trainer.do(command_collectors, Raising, ["w0"])
     trainer.tell(send, 6.0)
-    assert world.workers[0].do(take)
+    assert world.workers[0].do(receive)
     report = trainer.answer()
 
     assert report.outcomes[0].evidence is Evidence.ANSWER

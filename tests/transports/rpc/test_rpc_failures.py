@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fleet import PATIENCE, WorkerSetup, large
+from fleet import PATIENCE, WorkerSetup, large, receive
 from rpc_fleet import (
     World,
     attempt,
@@ -20,7 +20,6 @@ from rpc_fleet import (
     sender_state,
     shows,
     shut_down_rpc,
-    take,
     wait_async,
 )
 from torch.distributed import rpc
@@ -41,14 +40,14 @@ def test_rpc_timeout_ends_neither_a_wait_nor_an_update(short_lived: Make) -> Non
     with world.syncing([0, 1], large) as trainer:
         world.workers[0].stop()
         trainer.tell(attempt, send_within, 2.0, 2.5)
-        assert world.workers[1].do(take)
+        assert world.workers[1].do(receive)
         error = trainer.answer()
 
         assert isinstance(error, AckTimeoutError)
         assert error.report.outcomes[0].kind is OutcomeKind.TIMED_OUT
         assert trainer.do(sender_state)[0] == State.PENDING_ASYNC.value
         world.workers[0].resume()
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
         assert trainer.do(wait_async).ok
         assert world.workers[0].do(shows) == (1, {2.0})
 
@@ -83,18 +82,18 @@ def test_rpc_shutdown_in_a_worker_loses_it_and_it_still_applies_the_arrived_upda
     world = short_lived(2)
     with world.syncing([0, 1]) as trainer:
         trainer.do(send_async, 2.0)
-        assert world.workers[1].do(take)
+        assert world.workers[1].do(receive)
         world.workers[0].do(wait_for_an_arrived_update)
         world.workers[0].do(shut_down_rpc)
         error = trainer.do(attempt, wait_async)
         # The update had already arrived: it is applied, and its answer is lost.
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
 
         assert isinstance(error, WorkerLostError)
         assert list(error.lost) == [0]
         assert world.workers[0].do(shows) == (1, {2.0})
         for _ in range(2):  # nothing more can arrive: each `receive` raises the reason
-            ended = world.workers[0].do(attempt, take, 0.1)
+            ended = world.workers[0].do(attempt, receive, 0.1)
             assert type(ended) is TransportError
             assert "RPC was shut down in this process" in str(ended)
             assert "It keeps version 1." in str(ended)
@@ -113,7 +112,7 @@ def test_a_graceful_rpc_shutdown_returns_once_the_schemes_are_closed(short_lived
     world = short_lived(1)
     with world.syncing([0]) as trainer:
         trainer.tell(send, 2.0)
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
         assert trainer.answer().ok
     for process in (world.trainer, world.workers[0]):
         process.tell(shut_down_rpc, True)
@@ -145,7 +144,7 @@ def test_a_lost_worker_is_reported_by_each_later_send(short_lived: Make) -> None
         world.workers[0].kill()
         for version in (1, 2):
             trainer.tell(attempt, send, float(version))
-            assert world.workers[1].do(take)
+            assert world.workers[1].do(receive)
             error = trainer.answer()
 
             assert isinstance(error, SyncError)

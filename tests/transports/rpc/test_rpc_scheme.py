@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, WorkerSetup, large, small
+from fleet import PATIENCE, WorkerSetup, large, receive, serve_until_gone, small
 from rpc_fleet import (
     World,
     attempt,
     command,
     listen,
     odd,
-    receive_until_gone,
     retire,
     send,
     send_async,
@@ -26,7 +25,6 @@ from rpc_fleet import (
     sender_state,
     shows,
     state_dict,
-    take,
     wait_async,
 )
 from rpc_over import ANYTHING
@@ -52,7 +50,7 @@ from weightsync.clock import Deadline
 def test_a_version_is_applied_and_acked_by_all_workers(world: World, make: Any) -> None:
     with world.syncing([0, 1, 2], make) as trainer:
         trainer.tell(send, 4.0)
-        assert all(worker.do(take) for worker in world.workers)
+        assert all(worker.do(receive) for worker in world.workers)
         report = trainer.answer()
 
         assert report.ok
@@ -75,7 +73,7 @@ def test_with_a_key_a_worker_applies_only_updates_of_senders_with_the_same_key(w
     try:
         with world.syncing([0], make) as trainer:
             trainer.tell(send, 4.0)
-            assert worker.do(take)
+            assert worker.do(receive)
             assert trainer.answer().ok
 
             stranger = world.workers[1]
@@ -84,10 +82,10 @@ def test_with_a_key_a_worker_applies_only_updates_of_senders_with_the_same_key(w
             error = stranger.do(attempt, send, 66.0)
             assert isinstance(error, WorkerLostError)
             assert "another key" in str(error)
-            assert worker.do(take, 0) is False
+            assert worker.do(receive, 0) is False
 
             trainer.tell(send, 5.0)
-            assert worker.do(take)
+            assert worker.do(receive)
             assert trainer.answer().version == 2
             assert worker.do(shows) == (2, {5.0})
             stranger.do(retire)
@@ -100,7 +98,7 @@ def test_a_send_works_over_torchs_default_shared_memory_transport(short_lived: A
     world = short_lived(1, **ANYTHING)
     with world.syncing([0], large) as trainer:
         trainer.tell(send, 4.0)
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
 
         assert trainer.answer().ok
         assert world.workers[0].do(shows) == (1, {4.0})
@@ -109,7 +107,7 @@ def test_a_send_works_over_torchs_default_shared_memory_transport(short_lived: A
 def test_weights_of_every_dtype_and_shape_arrive_bit_identical(world: World) -> None:
     with world.syncing([0], odd) as trainer:
         trainer.tell(send_odd)
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
         assert trainer.answer().ok
         expected, found = odd(1.0).state_dict(), world.workers[0].do(state_dict)
 
@@ -124,11 +122,11 @@ def test_weights_of_every_dtype_and_shape_arrive_bit_identical(world: World) -> 
 def test_a_send_to_a_subset_changes_no_other_worker(world: World) -> None:
     with world.syncing([0, 1, 2]) as trainer:
         trainer.tell(send_to, 2.0, [0, 2])
-        assert world.workers[0].do(take)
-        assert world.workers[2].do(take)
+        assert world.workers[0].do(receive)
+        assert world.workers[2].do(receive)
 
         assert sorted(trainer.answer().outcomes) == [0, 2]
-        assert not world.workers[1].do(take, 0)
+        assert not world.workers[1].do(receive, 0)
         assert world.workers[1].do(shows) == (None, {0.0})
 
 
@@ -142,7 +140,7 @@ def test_send_async_sends_a_snapshot_of_the_weights(world: World) -> None:
         trainer.do(overwrite)
         assert trainer.do(sender_state)[0] == State.PENDING_ASYNC.value
         assert isinstance(trainer.do(attempt, send), StateError)
-        assert all(world.workers[worker].do(take) for worker in (0, 1))
+        assert all(world.workers[worker].do(receive) for worker in (0, 1))
 
         assert {outcome.kind for outcome in pending.outcomes.values()} == {OutcomeKind.PENDING}
         assert trainer.do(wait_async).ok
@@ -161,8 +159,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_weights_stay(world: Wor
     trainer = world.trainer
     trainer.do(command_unknown, ["w0", "w1"])
     trainer.tell(attempt, send_small)
-    assert not world.workers[0].do(take)
-    assert world.workers[1].do(take)
+    assert not world.workers[0].do(receive)
+    assert world.workers[1].do(receive)
     error = trainer.answer()
 
     assert isinstance(error, RefusedError)
@@ -188,7 +186,7 @@ def test_thirty_versions_in_a_row_are_applied(world: World) -> None:
     with world.syncing([0]) as trainer:
         for version in range(1, 31):
             trainer.tell(send, float(version))
-            assert world.workers[0].do(take)
+            assert world.workers[0].do(receive)
             assert trainer.answer().version == version
         assert world.workers[0].do(shows) == (30, {30.0})
 
@@ -203,7 +201,7 @@ def test_an_update_sent_before_the_receiver_listens_waits_for_it(world: World) -
     world.workers[0].do(listen)
 
     assert isinstance(error, AckTimeoutError)
-    assert world.workers[0].do(take)
+    assert world.workers[0].do(receive)
     assert world.trainer.do(wait_async).ok
     assert world.workers[0].do(shows) == (1, {7.0})
     world.trainer.do(retire)
@@ -300,11 +298,11 @@ def wait_two(setup: WorkerSetup) -> bool:
 def test_a_second_sender_fences_the_first(world: World) -> None:
     with world.syncing([0]) as trainer:
         trainer.tell(send, 1.0)
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
         assert trainer.answer().ok
         world.workers[1].do(command, ["w0"])
         world.workers[1].tell(send, 2.0)
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
         assert world.workers[1].answer().ok
         fenced = trainer.do(attempt, send, 3.0)
 
@@ -317,9 +315,9 @@ def test_a_second_sender_fences_the_first(world: World) -> None:
 def test_a_sender_that_closes_says_goodbye(world: World) -> None:
     with world.syncing([0]) as trainer:
         trainer.tell(send, 1.0)
-        world.workers[0].do(take)
+        world.workers[0].do(receive)
         trainer.answer()
-        world.workers[0].tell(receive_until_gone)
+        world.workers[0].tell(serve_until_gone)
         trainer.do(retire)
 
         assert "goodbye" in world.workers[0].answer()
@@ -329,18 +327,18 @@ def test_a_sender_that_closes_says_goodbye(world: World) -> None:
 def test_the_worker_of_a_closed_receiver_is_removed_and_can_be_added_again(world: World) -> None:
     with world.syncing([0, 1]) as trainer:
         trainer.tell(send, 1.0)
-        assert world.workers[0].do(take)
-        assert world.workers[1].do(take)
+        assert world.workers[0].do(receive)
+        assert world.workers[1].do(receive)
         trainer.answer()
         world.workers[0].do(retire)
         trainer.tell(attempt, send, 2.0)
-        assert world.workers[1].do(take)
+        assert world.workers[1].do(receive)
         assert "said goodbye" in trainer.answer().lost[0]
         assert trainer.do(sender_state)[2] == ["UP"]
         world.workers[0].do(listen)
         trainer.do(add_again, 0, "w0")
 
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
         assert world.workers[0].do(shows) == (2, {2.0})
 
 
@@ -421,7 +419,7 @@ def test_a_context_gives_what_is_not_given(world: World) -> None:
     world.trainer.do(command_by_context)
     world.trainer.tell(send, 6.0)
 
-    assert world.workers[0].do(take)
+    assert world.workers[0].do(receive)
     assert world.trainer.answer().ok
     world.trainer.do(retire)
     world.workers[0].do(retire)
@@ -457,7 +455,7 @@ def test_copies_are_uninitialized_and_the_original_continues(world: World) -> No
     with world.syncing([0]) as trainer:
         trainer.do(send_async, 8.0)
         assert trainer.do(states_of_copies) == ["uninitialized"] * 2
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
 
         assert trainer.do(wait_async).ok
 
@@ -477,7 +475,7 @@ def test_a_forked_child_cannot_send_over_its_parents_rpc(world: World) -> None:
     with world.syncing([0]) as trainer:
         said = trainer.do(said_by_a_forked_child)
         trainer.tell(send, 1.0)
-        assert world.workers[0].do(take)
+        assert world.workers[0].do(receive)
 
         assert "forked" in said
         assert trainer.answer().ok

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import PATIENCE, WorkerSetup, constants, filled, small
-from rpc_fleet import World, attempt, listen, retire, take
+from fleet import PATIENCE, WorkerSetup, constants, filled, receive, small
+from rpc_fleet import World, attempt, listen, retire
 from tensordict import TensorDict
 from test_rpc_collectors import Collector, Raising, shown
 from torch.distributed import rpc
@@ -84,7 +84,7 @@ def test_a_transport_with_only_a_worker_rank_sends_to_a_weightsync_receiver(worl
     world.workers[0].do(listen)
     trainer.do(reach_rank, 1)
     trainer.tell(push, 7.0)
-    assert world.workers[0].do(take)
+    assert world.workers[0].do(receive)
 
     assert trainer.answer().outcomes[0].evidence is Evidence.ANSWER
     trainer.do(retire)

@@ -14,6 +14,7 @@ from weakref import ref
 
 import pytest
 import torch.distributed as dist
+from store_fleet import reach
 from torch import nn
 
 from weightsync import DistributedWeightSyncScheme, TransportError
@@ -367,14 +368,10 @@ def _end_before_anything_is_written(port: int) -> None:
 
     Stream.write = write_later  # type: ignore[method-assign]
     Finalize(None, runs.set, exitpriority=100)
-    sender = DistributedWeightSyncScheme().create_link((_client(port), 1), "policy", "the worker")
+    sender = DistributedWeightSyncScheme().create_link((reach(port), 1), "policy", "the worker")
     sender.send(Hello(model_id="policy", incarnation=5))
     sender.send(Bye(model_id="policy", incarnation=5, reason="done"))
     sender.close()
-
-
-def _client(port: int) -> Any:
-    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
 
 def test_a_multiprocessing_child_ends_only_after_its_goodbyes_are_sent(store: Any, forkserver: Any) -> None:

@@ -230,15 +230,6 @@ def follow_through(setup: Any, version: int) -> int | None:
     return served
 
 
-def follow_until_gone(setup: Any) -> str:
-    """Receive until the sender is lost. Returns the error's message."""
-    try:
-        while True:
-            setup.receiver.receive(timeout=PATIENCE)
-    except ConnectionError as error:
-        return str(error)
-
-
 def look(setup: Any) -> bool:
     """Receive for a short while. Returns whether a version went live."""
     return bool(setup.receiver.receive(timeout=SHORT))

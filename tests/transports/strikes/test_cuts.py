@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from fleet import serve_until_gone
 from fleets import APPLIED, LOST, MARKS, TIMED_OUT, kinds
 from networks import Cut, Part
 from severed import Failure
-from striking import abandon, follow_through, follow_until_gone, holds, look, send
+from striking import abandon, follow_through, holds, look, send
 
 STORE, LINK, ALL = Part
 CUT, RESET, SILENCE = Failure
@@ -80,7 +81,7 @@ def _is_reported(cut: Cut, part: Part) -> None:
     """Send version 2, and check that the victim is lost, with a reason, and that the other worker applies it."""
     fleet = cut.fleet
     fleet.follow(fleet.other, 2)
-    fleet.victim.tell(follow_until_gone if cut.heard else look)
+    fleet.victim.tell(serve_until_gone if cut.heard else look)
     report = fleet.trainer.do(send, 2.0)
     fleet.followed(fleet.other)
     reason = fleet.victim.answer()
@@ -135,7 +136,7 @@ def test_g10_a_trainer_killed_mid_payload_is_reported_by_each_worker(cut: Cut) -
     fleet = cut.fleet
     cut.in_the_middle(lambda: os.kill(fleet.trainer.pid, signal.SIGKILL))
     for worker in (fleet.victim, fleet.other):
-        worker.tell(follow_until_gone)
+        worker.tell(serve_until_gone)
     fleet.trainer.tell(send, 2.0)
 
     assert "no sender any more" in fleet.victim.answer()

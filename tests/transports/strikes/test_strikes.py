@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from fleet import segments
+from fleet import segments, serve_until_gone
 from fleets import APPLIED, LOST, MARKS, TIMED_OUT, Fleet, Wanted, kinds
 from striking import (
     SHORT,
@@ -26,7 +26,6 @@ from striking import (
     break_reading,
     close,
     follow_anew,
-    follow_until_gone,
     gone_or_stopped,
     holds,
     incarnation,
@@ -212,7 +211,7 @@ def _strike_trainer(fleet: Fleet, at: TrainerPoint, sent: Signal) -> None:
         fleet.send_to_all(1)
         if fleet.receives:
             for worker in (fleet.victim, fleet.other):
-                worker.tell(follow_until_gone if sent is Signal.KILL else look)
+                worker.tell(serve_until_gone if sent is Signal.KILL else look)
         if at is TrainerPoint.OUTSTANDING:
             fleet.trainer.do(send_async, 2.0)
         elif at is not TrainerPoint.IDLE:
@@ -280,7 +279,7 @@ def test_an_adapter_that_raises_loses_its_link_with_the_reason(fleet: Fleet, at:
     (fleet.victim if at == "worker" else fleet.trainer).do(break_reading, at)
     fleet.follow(fleet.other, 2)
     if fleet.receives:
-        fleet.victim.tell(follow_until_gone)
+        fleet.victim.tell(serve_until_gone)
     report = fleet.trainer.do(send, 2.0)
 
     assert (LOST, APPLIED) == kinds(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fleet import Crew
+from fleet import Crew, serve_until_gone
 from fleet_adapters import PipePartsFleet, StorePartsFleet
 from fleets import APPLIED, LOST, TIMED_OUT, kinds
 from striking import (
@@ -16,7 +16,6 @@ from striking import (
     WorkerPoint,
     arm_payload,
     follow_anew,
-    follow_until_gone,
     gone_or_stopped,
     holds,
     in_parts,
@@ -102,7 +101,7 @@ def test_g10_a_trainer_killed_between_parts_leaves_untorn_weights_and_a_successo
     fleet, workers = over_store, (over_store.victim, over_store.other)
     fleet.trainer.do(arm_payload, Strike(TrainerPoint.PAYLOAD, Signal.KILL, fleet.trainer_payload))
     for worker in workers:
-        worker.tell(follow_until_gone)
+        worker.tell(serve_until_gone)
     fleet.trainer.tell(send, 4.0)
     gone_or_stopped(fleet.trainer.pid)
 

@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 import pytest
-import xxhash
+from edits import with_checksum
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigurationError, ProtocolError
@@ -27,8 +27,7 @@ def patched(message: Message, changes: dict[int, bytes]) -> bytes:
     data = bytearray(codec.encode(message))
     for position, piece in changes.items():
         data[position : position + len(piece)] = piece
-    data[8:16] = struct.pack("!Q", xxhash.xxh3_64_intdigest(bytes(data[16:])))
-    return bytes(data)
+    return with_checksum(bytes(data))
 
 
 def unread(data: Any, text: str) -> ProtocolError:
