@@ -12,7 +12,15 @@ from tensordict import TensorDict
 from test_rpc_collectors import Collector, Raising, shown
 from torch.distributed import rpc
 
-from weightsync import ConfigurationError, Evidence, RefusedError, RPCTransport, RPCWeightSyncScheme, StateError
+from weightsync import (
+    ConfigurationError,
+    Evidence,
+    RefusedError,
+    RPCTransport,
+    RPCWeightSyncScheme,
+    StateError,
+    WorkerLostError,
+)
 
 
 @pytest.fixture
@@ -91,8 +99,8 @@ def test_a_transport_with_only_a_worker_rank_sends_to_a_weightsync_receiver(worl
     world.workers[0].do(retire)
 
 
-def reach_rank(setup: WorkerSetup, rank: int) -> None:
-    setup.kept["transport"] = RPCTransport(rank)
+def reach_rank(setup: WorkerSetup, rank: int, key: str | None = None) -> None:
+    setup.kept["transport"] = RPCTransport(rank, key=key)
 
 
 def test_both_ends_may_be_transports(world: World, trainer: Any) -> None:
@@ -121,8 +129,40 @@ def take_as_b(setup: WorkerSetup) -> set[float]:
     return {value for tensor in buffers.values() for value in tensor.flatten().tolist()}
 
 
+@pytest.mark.parametrize(
+    ("key", "reason"), [(None, "this process has none"), ("another", "has another key")], ids=["none", "other"]
+)
+def test_a_transport_with_a_key_delivers_only_to_one_with_the_same_key(
+    world: World, trainer: Any, key: str | None, reason: str
+) -> None:
+    worker = world.workers[1]
+    worker.do(listen_by_hand, "the key")
+    trainer.do(reach_rank, 2, key)
+    error = trainer.do(attempt, push, 66.0)
+    assert isinstance(error, WorkerLostError)
+    assert reason in str(error)
+    assert worker.do(receive_nothing)
+    trainer.do(retire)
+
+    trainer.do(reach_rank, 2, "the key")
+    trainer.do(push_async, 8.0)
+    assert worker.do(take_by_hand) == ("policy", {8.0})
+    assert trainer.do(acked).ok
+    worker.do(retire)
+
+
+def listen_by_hand(setup: WorkerSetup, key: str) -> None:
+    setup.kept["transport"] = RPCTransport(key=key)
+    assert receive_nothing(setup)
+
+
+def receive_nothing(setup: WorkerSetup) -> bool:
+    return setup.kept["transport"].receive_weights(timeout=0) is None
+
+
 def take_by_hand(setup: WorkerSetup) -> tuple[str, set[float]]:
-    transport = setup.kept["transport"] = RPCTransport()
+    """Receive with the transport that there is, or with a new one, and ack."""
+    transport = setup.kept.setdefault("transport", RPCTransport())
     model_id, weights = transport.receive_weights(timeout=PATIENCE)
     model = filled(small(), 0.0)
     model.load_state_dict(dict(weights) if not isinstance(weights, TensorDict) else weights.flatten_keys(".").to_dict())

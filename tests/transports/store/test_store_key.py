@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fleet import PATIENCE, filled, large, small
 from store_fleet import StorePair, reach
 from torch import nn
 
-from weightsync import DistributedWeightSyncScheme, OutcomeKind, TransportError, WorkerLostError
+from weightsync import DistributedTransport, DistributedWeightSyncScheme, OutcomeKind, TransportError, WorkerLostError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack
 from weightsync.transports.sealing import EnvelopeKind, Reason, refusal
@@ -114,6 +115,27 @@ def test_a_sender_with_a_wrong_key_does_not_end_the_wait_for_the_trainer(keyed: 
             ours.get_sender().send_async()
             assert theirs.get_receiver().receive(timeout=PATIENCE)
             ours.get_sender().wait_async(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [(None, "this process has none"), ("another", "worker 0 has another key")], ids=["none", "other"]
+)
+def test_a_transport_with_a_key_delivers_only_to_one_with_the_same_key(
+    store: Any, key: str | None, reason: str
+) -> None:
+    weights = {"a": torch.full((3,), 5.0)}
+    with DistributedTransport(store, 1, key=KEY) as worker:
+        assert worker.receive_weights(timeout=0) is None
+        with DistributedTransport(store, 1, key=key) as stranger, pytest.raises(WorkerLostError, match=reason):
+            stranger.send_weights({"a": torch.full((3,), 66.0)}, timeout=PATIENCE)
+        assert worker.receive_weights(timeout=0) is None
+
+        with DistributedTransport(store, 1, key=KEY) as trainer:
+            trainer.send_weights_async(weights)
+            model_id, received = worker.receive_weights(timeout=PATIENCE)
+            worker.send_ack()
+            assert trainer.wait_ack(timeout=PATIENCE).ok
+    assert (model_id, received["a"].tolist()) == ("policy", [5.0] * 3)
 
 
 def test_a_worker_without_a_key_refuses_a_trainer_with_one(store: Any, caplog: pytest.LogCaptureFixture) -> None:
