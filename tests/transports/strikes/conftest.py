@@ -82,7 +82,7 @@ def cut(request: pytest.FixtureRequest) -> Iterator[Cut]:
         case "rpc":
             made = over_rpc(request.getfixturevalue("wired"))
         case _:
-            made = request.getfixturevalue("unmet")
+            made = request.getfixturevalue("unstarted")
     made.fleet.start()
     yield made
     made.fleet.close()
@@ -96,7 +96,7 @@ def wired(forkserver: Any, tmp_path: Path) -> Iterator[WiredWorld]:
 
 
 @pytest.fixture
-def unmet(crew: Crew, store: Any) -> Iterator[Cut]:  # noqa: F811 - the fixture
+def unstarted(crew: Crew, store: Any) -> Iterator[Cut]:  # noqa: F811 - the fixture
     """A fleet over torch.distributed behind a network, not started. Its processes end before their network."""
     network = Network(store.port)
     yield over_store(crew, store.port, network)

@@ -47,13 +47,13 @@ class PipeFleet(Fleet):
         self.trainer = LocalTrainer()
         self.victim, self.other = (Child(worker) for worker in crew.start(scheme_class(), 2))
 
-    def join(self, worker: Any) -> Order:
+    def receiver_order(self, worker: Any) -> Order:
         return join, (megabytes,)
 
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         return lead_over_pipes, (self._scheme_class(), [self.victim.pipe, self.other.pipe])
 
-    def readmit(self) -> str:
+    def replace_victim(self) -> str:
         (worker,) = self._crew.start(self._scheme_class())
         self.victim = Child(worker)
         self.start_receiver(self.victim)
@@ -97,20 +97,20 @@ class RpcFleet(Fleet):
 
     def __init__(self, world: rpc_fleet.World) -> None:
         self.trainer = Child(world.trainer)
-        self.victim, self.other, self._heir = (Child(worker) for worker in world.workers)
+        self.victim, self.other, self._successor = (Child(worker) for worker in world.workers)
 
-    def join(self, worker: Any) -> Order:
+    def receiver_order(self, worker: Any) -> Order:
         return rpc_fleet.listen, (megabytes,)
 
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         return rpc_fleet.command, (["w0", "w1"], megabytes)
 
-    def readmit(self) -> str:
+    def replace_victim(self) -> str:
         self.trainer.do(add_worker, 0, w0)
         return "cannot replace a rank that died"
 
     def successor(self) -> Any:
-        return self._heir
+        return self._successor
 
     def retire(self) -> None:
         """Reset the world's processes, which are all alive, for the next test."""
@@ -134,7 +134,7 @@ class StoreFleet(Fleet):
     worker_payload = (Place(stream.__name__, "Stream", "_read_piece", time=2),)
     trainer_payload = (Place(stream.__name__, "Stream", "_write_piece", time=2),)
     # The trainer never hears of a worker that died before its handshake.
-    unmet = TIMED_OUT
+    outcome_before_handshake = TIMED_OUT
 
     def __init__(self, crew: Crew, port: int, victims_port: int | None = None) -> None:
         self._crew, self._port = crew, port
@@ -144,27 +144,27 @@ class StoreFleet(Fleet):
 
     def _start(self) -> Child:
         (worker,) = self._crew.start(None)
-        worker.do(small_pieces)
+        worker.do(use_small_pieces)
         return Child(worker)
 
     def outlast_stops(self) -> None:
         for process in (self.trainer, self.victim, self.other):
-            process.do(misses_no_beat)
+            process.do(never_miss_heartbeats)
 
-    def join(self, worker: Any) -> Order:
+    def receiver_order(self, worker: Any) -> Order:
         port, rank = (self._port, 2) if worker is self.other else (self._victims_port, 1)
         return store_fleet.meet, (port, rank, megabytes)
 
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         return store_fleet.lead, (self._port, 2, megabytes)
 
-    def readmit(self) -> str:
+    def replace_victim(self) -> str:
         self.victim, self._victims_port = self._start(), self._port
         self.start_receiver(self.victim)
         self.trainer.do(add_worker, 0, endpoint)
         return ""
 
-    def link_again(self) -> None:
+    def relink_victim(self) -> None:
         """Have the trainer add the victim, which is alive, over a new link."""
         self.trainer.do(add_worker, 0, endpoint)
 
@@ -183,7 +183,7 @@ class FanoutFleet(StoreFleet):
         super().start_receiver(worker, strike)
         self._listening += strike is None or strike.at is not WorkerPoint.AHEAD
 
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         return store_fleet.lead_tree, (self._port, self._listening, megabytes)
 
 
@@ -205,11 +205,11 @@ class StorePartsFleet(StoreFleet):
             self.send_to_all(version)
 
 
-def small_pieces(_: Any) -> None:
+def use_small_pieces(_: Any) -> None:
     stream.PIECE_NBYTES = PIECE_NBYTES  # type: ignore[misc]
 
 
-def misses_no_beat(_: Any) -> None:
+def never_miss_heartbeats(_: Any) -> None:
     """Make this process never report a peer lost because its heartbeat stopped."""
     heartbeat.ROUNDS = sys.maxsize  # type: ignore[misc]
 

@@ -166,22 +166,22 @@ class Fleet(abc.ABC):
     worker_payload: tuple[Place, ...]
     trainer_payload: tuple[Place, ...] = ()
     #: The outcome of a worker that was killed before its handshake.
-    unmet = LOST
+    outcome_before_handshake = LOST
     #: The possible outcomes of a worker that was killed after its answer, which may be lost with the worker.
     answered: tuple[OutcomeKind, ...] = (APPLIED, LOST)
     #: Whether workers read their links in `receive`, rather than in calls.
     receives = True
 
     @abc.abstractmethod
-    def join(self, worker: Any) -> Order:
+    def receiver_order(self, worker: Any) -> Order:
         """The order that creates a worker's receiver."""
 
     @abc.abstractmethod
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         """The order that creates a trainer's sender."""
 
     @abc.abstractmethod
-    def readmit(self) -> str:
+    def replace_victim(self) -> str:
         """Add a worker in the victim's place. Returns why that is impossible, or an empty string."""
 
     def successor(self) -> Any:
@@ -196,7 +196,7 @@ class Fleet(abc.ABC):
 
     def start_receiver(self, worker: Any, strike: Strike | None = None) -> None:
         """Have a worker create its receiver. Waits until it has, or until it is struck before that."""
-        order = (start_receiver, *self.join(worker), strike)
+        order = (start_receiver, *self.receiver_order(worker), strike)
         if strike is not None and strike.at is WorkerPoint.AHEAD:
             worker.tell(*order)
             gone_or_stopped(worker.pid)
@@ -205,7 +205,7 @@ class Fleet(abc.ABC):
 
     def start_sender(self, trainer: Any, strike: Strike | None = None) -> None:
         """Have a trainer create its sender. Waits until it has, unless the strike comes meanwhile."""
-        order = (start_sender, *self.lead(), strike)
+        order = (start_sender, *self.sender_order(), strike)
         if strike is not None and strike.at is TrainerPoint.CONNECT:
             trainer.tell(*order)
         else:
@@ -262,7 +262,7 @@ class Fleet(abc.ABC):
         The send works if a worker can replace the victim. Otherwise its report names the reason, and sends work again
         once the victim is removed.
         """
-        why_not = self.readmit()
+        why_not = self.replace_victim()
         if not why_not:
             self.send_to_all(version)
             return

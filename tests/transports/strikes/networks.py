@@ -77,7 +77,7 @@ class TcpFleet(PipeFleet):
             self._far_end = listener.accept()
             self.victim.answer()
 
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         return lead_over_pipes, (MultiProcessWeightSyncScheme(), [self._far_end, self.other.pipe])
 
     def close(self) -> None:
@@ -141,4 +141,4 @@ def over_rpc(world: WiredWorld) -> Cut:
 def over_store(crew: Crew, port: int, network: Network) -> Cut:
     """A fleet whose worker 0 announces its address in the store; tests/severed.py rewrites it in transit."""
     fleet = StoreFleet(crew, port, network.port)
-    return Cut(fleet, lambda: list(network.peers.values()), network.store, readmit=fleet.link_again)
+    return Cut(fleet, lambda: list(network.peers.values()), network.store, readmit=fleet.relink_victim)

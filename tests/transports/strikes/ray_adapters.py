@@ -26,7 +26,7 @@ class StrikableActor(ray_fleet.Bench, WeightSyncActor):
 
 
 class Actor(Process):
-    """An actor with the interface of a process. Ray may restart a dead actor: see `RayFleet.readmit`."""
+    """An actor with the interface of a process. Ray may restart a dead actor: see `RayFleet.replace_victim`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -59,13 +59,13 @@ class RayFleet(Fleet):
         self.victim, self.other = Actor(victim), Actor(other)
         self.trainer = self.leader = self._local if leader is None else Actor(leader)
 
-    def join(self, worker: Any) -> Order:
+    def receiver_order(self, worker: Any) -> Order:
         return join_by_calls, ()
 
-    def lead(self) -> Order:
+    def sender_order(self) -> Order:
         return lead_actors, ([self.victim.handle, self.other.handle],)
 
-    def readmit(self) -> str:
+    def replace_victim(self) -> str:
         handle = self.victim.handle if self._spare is None else self._spare
         self.victim = Actor(handle)
         self.start_receiver(self.victim)

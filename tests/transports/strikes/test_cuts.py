@@ -146,11 +146,11 @@ def test_g10_a_trainer_killed_mid_payload_is_reported_by_each_worker(cut: Cut) -
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_g10_a_worker_whose_handshake_is_lost_by_the_network_times_out(unmet: Cut) -> None:
-    fleet = unmet.fleet
+def test_g10_a_worker_whose_handshake_is_lost_by_the_network_times_out(unstarted: Cut) -> None:
+    fleet = unstarted.fleet
     for worker in (fleet.victim, fleet.other):
         fleet.start_receiver(worker)
-    unmet.fail(STORE, SILENCE)
+    unstarted.fail(STORE, SILENCE)
     fleet.start_sender(fleet.trainer)
     report = fleet.send_without_the_victim(1)
 

@@ -89,7 +89,7 @@ def test_g10_a_killed_worker_is_lost_and_the_others_are_served(fleet: Fleet, at:
     if at is WorkerPoint.ANSWERED:
         assert report[0].kind in fleet.answered
     elif at is WorkerPoint.AHEAD:
-        assert report[0].kind is fleet.unmet
+        assert report[0].kind is fleet.outcome_before_handshake
     else:
         assert report[0].kind is LOST
     if report[0].kind is LOST:
@@ -106,7 +106,7 @@ def _killed(fleet: Fleet, at: WorkerPoint) -> SyncReport:
     fleet.start_receiver(fleet.other)
     fleet.start_receiver(fleet.victim, strike)
     fleet.start_sender(fleet.trainer)
-    if at is WorkerPoint.AHEAD and fleet.unmet is TIMED_OUT:
+    if at is WorkerPoint.AHEAD and fleet.outcome_before_handshake is TIMED_OUT:
         report = fleet.send_without_the_victim(1)
         fleet.trainer.do(abandon)
         return report
