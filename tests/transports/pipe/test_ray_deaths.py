@@ -31,8 +31,9 @@ from weightsync.protocol.codec import encode
 from weightsync.protocol.messages import Ack, Bye, Hello, Refusal, Update
 from weightsync.protocol.report import Evidence
 from weightsync.schemes import ray_server
+from weightsync.testing import FakeClock
 from weightsync.transports.buffers import Buffer
-from weightsync.transports.calls.client import EARLY, UNKNOWN, CallLink, ClosedByPeer
+from weightsync.transports.calls.client import EARLY, PATIENCE_FOR_ORDER, UNKNOWN, CallLink, ClosedByPeer
 from weightsync.transports.calls.server import Parcel
 from weightsync.transports.calls.waiting import AskingClient
 from weightsync.transports.calls.without_receiver import ack
@@ -558,6 +559,24 @@ def test_an_unknown_link_means_a_restarted_actor_only_if_the_actor_had_answered_
         assert link.receive() == []
     assert len(actor.calls) == (2 if met else 3)
     link.close()
+
+
+def test_an_update_that_overtakes_its_handshake_is_repeated_for_a_limited_time_after_the_actor_has_started() -> None:
+    """Regression: the time in which the actor starts counted too, and the worker was lost as restarted."""
+    with FakeClock() as clock:
+        actor, buffer, link = sent_behind_a_handshake()
+        clock.advance(2 * PATIENCE_FOR_ORDER)
+
+        actor.calls[1].set_result([UNKNOWN + b"the actor was restarted"])
+
+        assert link.receive() == []
+        assert buffer.pinned
+        clock.advance(PATIENCE_FOR_ORDER)
+        actor.calls[2].set_result([UNKNOWN + b"the actor was restarted"])
+        with pytest.raises(TransportError, match="was restarted"):
+            link.receive()
+        assert len(actor.calls) == 3
+        link.close()
 
 
 def test_a_goodbye_is_not_repeated_if_its_handshake_was_not_delivered(watch: ActorWatch) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -73,8 +74,14 @@ class _Call:
     said: Callable[[Future[Any]], Sequence[Any]]
     #: Submits it again, sealed for the challenge that it was answered with.
     again: Callable[[], Any] | None = None
-    #: How long it is repeated if it arrives before calls that were begun earlier.
-    patience: Deadline = field(default_factory=lambda: Deadline(PATIENCE_FOR_ORDER))
+    #: Until when it is repeated because it arrived before calls that were begun earlier; None: it has not yet.
+    patience: Deadline | None = None
+
+    def after_arriving_early(self) -> _Call | None:
+        """This call, to be repeated; None: it has been repeated for long enough."""
+        # Counted from the first early arrival: the actor may have been starting until then.
+        patience = self.patience or Deadline(PATIENCE_FOR_ORDER)
+        return None if patience.passed else dataclasses.replace(self, patience=patience)
 
 
 class _RayCallClient:
@@ -135,7 +142,7 @@ class _RayCallClient:
         except Challenged as challenge:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
         except _OutOfOrderCall as early:
-            self._repeat(answers, early, None if call.patience.passed else call)
+            self._repeat(answers, early, call.after_arriving_early())
         except _Restarting as restarting:
             self._repeat_after_restart(restarting, answers, call)
         except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
