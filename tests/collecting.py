@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from missing import not_tested
+from skipping import not_tested
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from missing import not_tested
 from ray_environment import ENVIRONMENT
+from skipping import not_tested
 
 INSTALLED = find_spec("ray") is not None and find_spec("ray.actor") is not None
 OBJECT_STORE_NBYTES = 200 * 2**20

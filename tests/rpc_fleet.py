@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fleet import PATIENCE, Worker, WorkerSetup, constants, filled, small
-from rpc_over import TCP
+from rpc_processes import TCP_ONLY
 from torch import nn
 from torch.distributed import rpc
 
@@ -35,7 +35,7 @@ class World:
     def __init__(self, context: Any, folder: Path, workers: int, **over: Any) -> None:
         self.context = context
         self.folder = folder
-        self.over = {"rpc_timeout": 60.0, **TCP, **over}
+        self.over = {"rpc_timeout": 60.0, **TCP_ONLY, **over}
         self.strangers: list[Worker] = []
         self.trainer = Worker(context, None)
         self.workers = [Worker(context, None) for _ in range(workers)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fleet import PATIENCE, Pair, WorkerSetup, filled, large
-from missing import not_tested
+from skipping import not_tested
 from torch import nn
 
 from weightsync import DistributedTransport, DistributedWeightSyncScheme, WeightReceiver, WeightSender

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from missing import java_and_tlc
+from skipping import require_tlc
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -138,7 +138,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.mark.tlc
 @pytest.mark.timeout(1800)
 def test_the_walk_of_contributing_adds_a_refusal_kind(copy: Path) -> None:
-    java_and_tlc("THE REFUSAL KIND OF CONTRIBUTING.md")
+    require_tlc("THE REFUSAL KIND OF CONTRIBUTING.md")
     ran = follow(copy, walk(REFUSAL_KIND))
 
     assert [command.split()[0] for command in ran].count("make") == 2

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from missing import java_and_tlc
 from modelcheck.second import Dumped, DumpError, GraphRun, Model, SecondSuite, judge_again, question_of, story
+from skipping import require_tlc
 
 from weightsync.model import Counts, Expected, Manifest, Suite, Toolchain, Verdict, find_model
 from weightsync.model.config import Config
@@ -37,7 +37,7 @@ class Unobserved:
 
 @pytest.fixture(scope="module")
 def toolchain() -> Toolchain:
-    return java_and_tlc("THE SECOND CHECKER")
+    return require_tlc("THE SECOND CHECKER")
 
 
 @pytest.fixture(scope="module")

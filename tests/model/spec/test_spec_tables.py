@@ -11,7 +11,7 @@ from pathlib import Path
 
 import generate
 import pytest
-from missing import installed
+from skipping import require_modules
 
 from weightsync.protocol import _tables, messages
 
@@ -143,7 +143,7 @@ UNUSUAL_TEXTS = {
 
 @pytest.mark.parametrize(("old", "new"), UNUSUAL_TEXTS.values(), ids=UNUSUAL_TEXTS.keys())
 def test_unusual_texts_are_rendered_as_formatted_code_with_the_same_meaning(text, tmp_path, old, new):
-    installed("ruff", what="THAT GENERATED CODE IS FORMATTED", extra="dev")
+    require_modules("ruff", what="THAT GENERATED CODE IS FORMATTED", extra="dev")
     assert old in text
     odd = text.replace(old, new)
     rendered = generate.render(odd, {}, MODEL)["weightsync/protocol/_tables.py"]

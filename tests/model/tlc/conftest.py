@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from missing import java_and_tlc
+from skipping import require_tlc
 from tlc_support import Recorder
 
 from weightsync.model.manifest import Manifest
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def toolchain() -> Iterator[Toolchain]:
     """Java and TLC. If they are missing the test is skipped, or fails in CI."""
-    with archived(java_and_tlc("THE CHECKER"), runs=100) as found:
+    with archived(require_tlc("THE CHECKER"), runs=100) as found:
         yield found
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from configurations import CONFIGURATIONS, LARGE, SMALL, committed, in_words
 from machines import ROWS_TAKEN
-from missing import java_and_tlc
 from modelcheck.second import Dump, Graph, GraphRun
 from modelcheck.second.dump import Model
 from network import World
 from search import digest, explore
+from skipping import require_tlc
 
 from weightsync.model.process import Size
 
@@ -55,7 +55,7 @@ def rows_taken(name: str) -> frozenset[object]:
 def printed(name: str) -> Dump:
     """The graph that TLC reaches."""
     size = Size.LARGE if name in LARGE else Size.SMALL
-    return GraphRun(java_and_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].constants), size, _MOST).run()
+    return GraphRun(require_tlc("THE GRAPH"), Model(MODEL, "MC", CONFIGURATIONS[name].constants), size, _MOST).run()
 
 
 def as_committed(name: str, graph: Graph) -> dict[str, object]:

@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 import pytest
 import torch
 from graph_support import MODEL
-from missing import java_and_tlc
 from modelcheck.second.values import parse
+from skipping import require_tlc
 
 from weightsync.engine.packer import Packed
 from weightsync.engine.sender_driver import SenderDriver
@@ -193,7 +193,7 @@ def test_the_shipped_backlog_and_the_model_have_the_same_graph(name, tmp_path):
         before, action, version, after = cast("tuple[object, ...]", parse(line.strip()[1:-1].replace('\\"', '"')))
         theirs.add((State(*before), (action, version), State(*after)))
 
-    outcome = TlcRun(java_and_tlc("THE GRAPH"), _printing_job(name, tmp_path)).run(lambda _: None, read)
+    outcome = TlcRun(require_tlc("THE GRAPH"), _printing_job(name, tmp_path)).run(lambda _: None, read)
 
     assert (outcome.ending, outcome.exit_code) == (Ending.EXITED, 0)
     assert searched(LINKS[name])[0] == theirs

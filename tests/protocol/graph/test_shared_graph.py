@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 from graph_support import MODEL
-from missing import java_and_tlc
 from modelcheck.second import Bounds, Graph, GraphRun
 from modelcheck.second.dump import Dumped, Model
 from search import difference, search
+from skipping import require_tlc
 
 from weightsync.model import Manifest
 
@@ -44,7 +44,7 @@ def test_the_graph_of_the_shipped_halves_has_the_pinned_size_and_depth(name):
 @names
 def test_the_shipped_halves_and_the_model_have_the_same_graph(name):
     model = Model(MODEL, "Shared", {**bounds_of(name).constants, "Careless": []}, "SharedNext")
-    dump = GraphRun(java_and_tlc("THE GRAPH"), model).run()
+    dump = GraphRun(require_tlc("THE GRAPH"), model).run()
 
     assert dump.became is Dumped.WHOLE
     assert difference(searched(name), dump.graph) == ""

@@ -18,9 +18,9 @@ import pytest
 from asking import OWN
 from driven_ledger import PAGE as DRIVEN_PAGE
 from driven_ledger import Ledger, Score, killed, known
-from missing import installed
 from mutated import DRIVEN, PURE
 from reviewed import PAGE, Key, Reviewed
+from skipping import require_modules
 
 RUN = Path(__file__).with_name("run.py")
 LOWEST_KILL_RATE = 0.9
@@ -30,7 +30,7 @@ SHARES = 20
 
 def hunted(tmp_path: Path, *names: str, timeout: float) -> list[list[Any]]:
     """Run the mutants of the functions of these names (none: of all), and return what became of each."""
-    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
+    require_modules("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
     result = tmp_path / "result.json"
     command = [sys.executable, str(RUN), str(result), *names]
     # Mutants are not recorded: their traces need not conform.
@@ -59,7 +59,7 @@ def test_code_mutants_md_shows_the_committed_results() -> None:
 
 
 def test_the_committed_results_count_the_mutants_of_the_current_code() -> None:
-    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE COUNTED", extra="dev")
+    require_modules("mutmut", what="WHETHER MUTANTS OF THE CODE ARE COUNTED", extra="dev")
     reviewed = Reviewed.read()
     keys = known(PURE)
 
@@ -214,7 +214,7 @@ def test_each_mutated_driver_module_has_tests_named_in_asking() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_ledger_of_the_drivers_counts_the_mutants_of_the_current_code() -> None:
-    installed("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
+    require_modules("mutmut", what="WHETHER MUTANTS OF THE CODE ARE KILLED", extra="dev")
     ledger, keys = Ledger.read(), known()
     again = "count again: python tests/protocol/mutation/driven_ledger.py --prune"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from missing import installed
+from skipping import require_modules
 
 PROGRAM = Path(__file__).with_name("exploring.py")
 #: The names of the scenarios. They are not imported, since frontrun must patch what they import first.
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(1000)
 
 def verdict(*arguments: str) -> dict[str, Any]:
     """Explore a scenario with frontrun, and return the verdict."""
-    installed("frontrun", what="EVERY SCHEDULE OF THE PUBLIC METHODS", extra="dev")
+    require_modules("frontrun", what="EVERY SCHEDULE OF THE PUBLIC METHODS", extra="dev")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     # Recording must not be explored.
     environment.pop("WEIGHTSYNC_TRACE", None)

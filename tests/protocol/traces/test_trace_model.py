@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from missing import java_and_tlc
 from msgspec.structs import replace as changed
 from recorded import Cast, judged, model, recorded
+from skipping import require_tlc
 
 import weightsync
 from weightsync.engine import recorder
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.tlc
 
 @pytest.fixture(scope="module")
 def tools() -> Toolchain:
-    return java_and_tlc("Whether TLC follows recorded runs")
+    return require_tlc("Whether TLC follows recorded runs")
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import advancing_clock
 from duo import Duo, Reader, beside, reader
 from fleet import PATIENCE, constants, filled, small
-from hours import hours
 from torch import nn
 
 from weightsync import (
@@ -129,7 +129,7 @@ def test_a_version_that_arrives_during_a_forward_goes_live_after_it(duo: Duo) ->
     duo.model.meanwhile = meanwhile
     with beside(duo.model) as seen:
         assert inside.wait(PATIENCE)
-        with hours(60), pytest.raises(AckTimeoutError):
+        with advancing_clock(60), pytest.raises(AckTimeoutError):
             duo.send(2.0, timeout=60)
         assert duo.receiving.get_receiver().version == 1
         go_on.set()
@@ -217,7 +217,7 @@ def test_a_forward_that_raises_does_not_block_the_next_swap(duo: Duo, error: Bas
 def test_a_serving_block_holds_the_version_for_direct_calls_of_forward(duo: Duo) -> None:
     receiver = duo.receiving.get_receiver()
     with receiver.serving() as version:
-        with hours(60), pytest.raises(AckTimeoutError):
+        with advancing_clock(60), pytest.raises(AckTimeoutError):
             duo.send(2.0, timeout=60)
         assert (version, receiver.version, duo.model.forward()) == (1, 1, {1.0})
 

@@ -22,7 +22,7 @@ from fleet import free_port
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
-PROGRAM = Path(__file__).parents[2] / "far_collectors.py"
+PROGRAM = Path(__file__).parents[2] / "remote_collectors.py"
 PATIENCE = 240.0
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 KINDS = [pytest.param("rpc", marks=pytest.mark.rpc), pytest.param("distributed", marks=pytest.mark.gloo)]

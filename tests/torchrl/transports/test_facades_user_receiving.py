@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import advancing_clock
 from fleet import PATIENCE, constants, small
-from hours import hours
 
 from weightsync import (
     ConfigurationError,
@@ -281,7 +281,7 @@ def test_a_stuck_receive_weights_call_delays_neither_receive_nor_close() -> None
     receiver = Given().create_receiver()
     receiver.register_model(small())
     receiver.register_worker_transport({"transport": Stuck()})
-    with hours(1.0):
+    with advancing_clock(1.0):
         assert asked.wait(PATIENCE)
         assert receiver.receive(timeout=0.5) is False
         receiver.close()

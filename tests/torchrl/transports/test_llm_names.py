@@ -17,7 +17,7 @@ import pytest
 import torch
 from engine_server import Beside, EngineServer, equal, serving
 from fleet import PATIENCE, small
-from missing import not_tested
+from skipping import not_tested
 from test_signatures import calls_of, members, rendered, takes
 from torch import Tensor
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from documented_forms import FORMS, Form, X, given
-from missing import not_tested
 from reviewed_differences import ADDED, DIFFERENCES, REASONS
+from skipping import not_tested
 
 import weightsync
 from weightsync.protocol.messages import WeightsForm

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from missing import installed
+from skipping import require_modules
 
 import weightsync
 
@@ -43,7 +43,7 @@ PROPERTIES = ["collector", "collectors", "post_hooks"]
 @pytest.fixture(scope="module")
 def torchrl() -> Iterator[Any]:
     """The module `torchrl.collectors`, which warns about its own deprecations when it is imported."""
-    installed("torchrl", what="OUR UPDATERS AGAINST TORCHRL'S", extra="torchrl")
+    require_modules("torchrl", what="OUR UPDATERS AGAINST TORCHRL'S", extra="torchrl")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield importlib.import_module("torchrl.collectors")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from fleet import PATIENCE, Crew, WorkerSetup
-from missing import not_tested
 from ray_cluster import INSTALLED
 from ray_environment import ENVIRONMENT
+from skipping import not_tested
 
 from weightsync import Evidence, Outcome, OutcomeKind, RayWeightSyncScheme, WeightSyncActor
 

@@ -32,7 +32,7 @@ from kind_worlds import (
     send_what,
     serves,
 )
-from missing import not_tested, without_gpus
+from skipping import not_tested, skip_without_gpus
 from torch import Tensor, nn
 from torch.distributed import is_available, is_gloo_available, rpc
 from weight_kinds import BY_NAME, REFUSED, snapshot
@@ -122,7 +122,7 @@ def test_a_worker_whose_model_has_no_data_raises_with_the_tensors_name(world: Wo
 )
 def test_device_map_fn_gives_each_worker_its_own_first_weights_on_its_device(world: World, devices: list[str]) -> None:
     if "cuda:0" in devices and not torch.cuda.is_available():
-        without_gpus("A WORKER ON A DEVICE", "no GPU; its code path was tested with the CPU as device")
+        skip_without_gpus("A WORKER ON A DEVICE", "no GPU; its code path was tested with the CPU as device")
     model_id = f"mapped to {devices}"
     for worker, device in zip(world.workers, devices, strict=True):
         worker.do(hold, model_id, partial(buffered_on, device))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from rpc_over import TCP
+from rpc_processes import TCP_ONLY
 from torch.distributed import TCPStore, rpc
 
 from weightsync import DistributedWeightSyncScheme
@@ -45,7 +45,7 @@ def conforms(_setup: Any, factory_in: Callable[[str], Callable[[str], Ends]], fo
 
 def enter_rpc(folder: str, name: str = "kit", rank: int = 0, size: int = 1) -> None:
     """Join an RPC world whose store is a file in the given folder."""
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store", **TCP)
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"file://{folder}/store", **TCP_ONLY)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # torch's own deprecations
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import Crew, WorkerSetup
-from missing import without_gpus
+from skipping import skip_without_gpus
 from test_gpu import contents, join_gpu, on_gpu, place, synced, trainer
 from test_kernels import copied, mapped
 
@@ -37,7 +37,7 @@ def test_a_worker_on_another_gpu_gets_whole_versions_however_the_gpus_are_number
     scheme: Any, trainers_number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.device_count() < 2:
-        without_gpus("A WORKER ON ANOTHER GPU", f"it needs two GPUs, and there are {torch.cuda.device_count()}")
+        skip_without_gpus("A WORKER ON ANOTHER GPU", f"it needs two GPUs, and there are {torch.cuda.device_count()}")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(gpus) if trainers_number else gpus))
     torch.cuda.set_device(0)

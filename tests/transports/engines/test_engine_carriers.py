@@ -24,7 +24,7 @@ from engine_halves import (
 )
 from engine_server import EngineServer, equal, serving
 from fleet import PATIENCE, large, small
-from missing import without_gpus
+from skipping import skip_without_gpus
 from torch import nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -326,7 +326,7 @@ def test_a_carrier_whose_engine_package_is_missing_is_refused_with_the_remedy(
 def test_vllms_own_communicator_carries_a_bucket_between_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     if torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None:
-        without_gpus("VLLM'S COMMUNICATOR", "it wants vLLM, and a GPU for each of two ranks")
+        skip_without_gpus("VLLM'S COMMUNICATOR", "it wants vLLM, and a GPU for each of two ranks")
     carrier = VLLMNCCLCarrier(2, device=0)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -354,7 +354,7 @@ def be_a_worker_of_vllm(pipe: Any, info: dict[str, Any]) -> None:
 @pytest.mark.gpu
 def test_another_process_reads_an_exported_tensor_from_the_gpu() -> None:
     if not torch.cuda.is_available():
-        without_gpus("VLLM'S IPC", "there is no CUDA device")
+        skip_without_gpus("VLLM'S IPC", "there is no CUDA device")
     carrier = VLLMIPCCarrier()
     info = carrier.update_info([("a", torch.arange(5.0)), ("b", torch.ones(3, 2))])
     context = multiprocessing.get_context("spawn")

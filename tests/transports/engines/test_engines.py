@@ -17,7 +17,7 @@ import torch
 from engine_halves import scheme_with
 from engine_server import Beside, EngineServer, Inline, equal, serving
 from fleet import PATIENCE, large, small
-from missing import installed
+from skipping import require_modules
 from torch import nn
 
 from weightsync import (
@@ -699,7 +699,7 @@ def test_a_carrier_transfers_the_tensors_to_sglang(server: EngineServer) -> None
 
 
 def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> None:
-    installed("transformers", what="A LANGUAGE MODEL", extra="dev")
+    require_modules("transformers", what="A LANGUAGE MODEL", extra="dev")
     import transformers  # noqa: PLC0415 - its import takes seconds
 
     config = transformers.GPT2Config(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exhausted import descriptors_left
+from descriptor_limit import limit_descriptors
 from fleet import PATIENCE, Pair, small
 
 from weightsync import ConfigurationError, TransportError, WeightSyncError
@@ -19,7 +19,7 @@ from weightsync.engine import recorder
 def test_add_worker_without_free_descriptors_raises_and_can_be_repeated(pair: Pair, left: int) -> None:
     assert pair.sync().ok
     ours, theirs = multiprocessing.Pipe()
-    with descriptors_left(left), pytest.raises(TransportError, match="Too many open files"):
+    with limit_descriptors(left), pytest.raises(TransportError, match="Too many open files"):
         pair.sender.add_worker(1, ours)
     assert pair.sender.worker_ids == (0,)
     pair.sender.add_worker(1, ours)
@@ -32,7 +32,7 @@ def test_add_worker_without_free_descriptors_raises_and_can_be_repeated(pair: Pa
 @pytest.mark.parametrize("left", range(3))
 def test_initialising_a_scheme_without_free_descriptors_raises_weightsync_error(scheme_class: Any, left: int) -> None:
     ours, theirs = multiprocessing.Pipe()
-    with scheme_class() as scheme, descriptors_left(left), pytest.raises(WeightSyncError, match="Too many open files"):
+    with scheme_class() as scheme, limit_descriptors(left), pytest.raises(WeightSyncError, match="Too many open files"):
         _create_link(scheme, ours)
     ours.close()
     theirs.close()
@@ -48,7 +48,7 @@ def test_a_failed_init_on_sender_can_be_repeated_while_its_error_is_handled(
         scheme, *workers = [stack.enter_context(scheme_class()) for _ in range(4)]
         if watched:
             scheme.on_event(print)
-        with pytest.raises(TransportError, match="Too many open files") as caught, descriptors_left(left):
+        with pytest.raises(TransportError, match="Too many open files") as caught, limit_descriptors(left):
             scheme.init_on_sender("policy", pipes=ours, model=small(1.0))
         scheme.init_on_sender("policy", pipes=ours, model=small(1.0))
         for worker, pipe in zip(workers, theirs, strict=True):

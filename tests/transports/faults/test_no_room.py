@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exhausted import descriptors_left
+from descriptor_limit import limit_descriptors
 from fleet import PATIENCE, Crew, Pair, WorkerSetup, constants, filled, join, large, receive, serve, shows
 from msgspec.structs import replace
 from torch import nn
@@ -39,7 +39,7 @@ def served(scheme_class: Any) -> Any:
 def refused(pair: Pair, left: int) -> str:
     """Send to a receiver that may open only ``left`` descriptors. Returns why it refused."""
     pair.sender.send_async()
-    with descriptors_left(left):
+    with limit_descriptors(left):
         assert pair.receiver.receive(timeout=0) is False
     with pytest.raises(RefusedError) as caught:
         pair.sender.wait_async(timeout=PATIENCE)
@@ -65,7 +65,7 @@ def test_g11_an_update_without_a_descriptor_is_refused_with_the_reason_and_later
 
 def test_a_segment_lost_with_a_superseded_version_is_passed_again(served: Pair) -> None:
     served.sender.send_async()
-    with descriptors_left(0):
+    with limit_descriptors(0):
         served.receiver._driver.pump()
     served.sender.send_async(on_pending="supersede")
     assert served.receiver.receive(timeout=0)
@@ -80,7 +80,7 @@ def test_a_segment_lost_with_a_superseded_version_is_passed_again(served: Pair) 
 def test_an_update_that_could_not_be_taken_is_refused_if_weights_are_applied_by_hand(served: Pair) -> None:
     filled(served.source, 2.0)
     served.sender.send_async()
-    with descriptors_left(0):
+    with limit_descriptors(0):
         served.receiver._driver.pump()
     served.receiver.apply_weights(dict(served.source.state_dict()))
 
@@ -97,7 +97,7 @@ def test_g11_a_joiner_without_descriptors_is_reported_in_the_next_report(served:
     served.pipes.append((ours, theirs))
     served.schemes.append(joined)
     served.sender.add_worker(1, ours)
-    with descriptors_left(left):
+    with limit_descriptors(left):
         joined.get_receiver()._driver.pump()
     if left:  # enough to watch the trainer's process, none for its segment
         assert joined.get_receiver().receive(timeout=0) is False

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from missing import not_tested
 from msgspec.structs import replace
+from skipping import not_tested
 from torch import nn
 from unpicklable import NotUnpickled
 

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-from ray_alone import add_node
 from ray_collectors import RemoteCollector
 from ray_fleet import PATIENCE, WorkerSetup, ray, small
+from ray_isolated import add_node
 from updaters_support import weights
 
 from weightsync import OutcomeKind, RayWeightSyncScheme, RayWeightUpdater, WorkerLostError

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from ray_alone import alone
 from ray_environment import ENVIRONMENT
 from ray_fleet import PATIENCE, Loop, Plain, Threads, WorkerSetup, ray, set_policy, small
+from ray_isolated import run_isolated
 from torch import nn
 
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WeightSyncActor, WorkerLostError
@@ -187,7 +187,7 @@ def test_each_version_is_put_only_after_the_former_one_is_released(monkeypatch: 
 
 @pytest.mark.timeout(300)
 def test_a_node_killed_during_a_send_and_a_push_loses_only_its_workers() -> None:
-    alone("ray_nodes", "node_killed")
+    run_isolated("ray_nodes", "node_killed")
 
 
 def test_a_threaded_actor_applies_a_version_only_once_no_thread_is_serving(fresh: Any, trainer: Any) -> None:

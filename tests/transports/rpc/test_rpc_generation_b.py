@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from fleet import PATIENCE, WorkerSetup, constants, filled, free_port, small
-from missing import installed
 from rpc_fleet import World, retire
+from skipping import require_modules
 from torch.distributed import rpc
 
 from weightsync import RPCWeightSyncScheme, WeightSyncScheme
@@ -136,7 +136,7 @@ def end_remote(setup: WorkerSetup) -> None:
 @pytest.mark.torchrl
 @pytest.mark.timeout(300)
 def test_torchrls_own_rpc_collector_runs_on_our_scheme() -> None:
-    installed("torchrl", "gymnasium", what="TORCHRL'S RPC COLLECTOR", extra="torchrl,rl")
+    require_modules("torchrl", "gymnasium", what="TORCHRL'S RPC COLLECTOR", extra="torchrl,rl")
     program = Path(__file__).with_name("torchrl_program.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, str(program), str(free_port())]

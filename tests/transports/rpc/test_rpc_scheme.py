@@ -27,7 +27,7 @@ from rpc_fleet import (
     state_dict,
     wait_async,
 )
-from rpc_over import ANYTHING
+from rpc_processes import ALL_TRANSPORTS
 from torch.distributed import rpc
 
 from weightsync import (
@@ -95,7 +95,7 @@ def test_with_a_key_a_worker_applies_only_updates_of_senders_with_the_same_key(w
 
 
 def test_a_send_works_over_torchs_default_shared_memory_transport(short_lived: Any) -> None:
-    world = short_lived(1, **ANYTHING)
+    world = short_lived(1, **ALL_TRANSPORTS)
     with world.syncing([0], large) as trainer:
         trainer.tell(send, 4.0)
         assert world.workers[0].do(receive)

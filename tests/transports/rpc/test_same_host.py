@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from exhausted import descriptors_left
+from descriptor_limit import limit_descriptors
 from fleet import PATIENCE
 from rpc_fleet import World, attempt, send
 from torch import nn
@@ -198,7 +198,7 @@ def test_a_payload_that_cannot_be_mapped_is_untaken_and_the_link_stays_open(
 def test_g11_a_payload_without_a_free_descriptor_is_untaken_with_that_reason(ends: Ends, left: int) -> None:
     place = ends.place()
     assert place is not None
-    with descriptors_left(left):
+    with limit_descriptors(left):
         received = ends.arrived(place)
     assert received.payload is None
     assert "Too many open files" in received.untaken

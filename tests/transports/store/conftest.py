@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from fleet import crew  # noqa: F401 - the fixture
-from missing import not_tested
+from skipping import not_tested
 from store_fleet import StorePair
 
 #: A string for fast comparison, since every test process compares it with the paths of thousands of tests.

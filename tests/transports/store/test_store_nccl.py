@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fleet import PATIENCE, Crew, WorkerSetup, constants, large
-from missing import without_gpus
+from skipping import skip_without_gpus
 from store_fleet import reach
 
 from weightsync import ConfigurationError, DistributedWeightSyncScheme
@@ -20,7 +20,7 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.parametrize("sync", [True, False])
 def test_weights_sent_over_nccl_are_applied(crew: Crew, store: Any, sync: bool) -> None:
     if GPUS < 2:
-        without_gpus("NCCL", f"it needs a GPU for each of two ranks, and there are {GPUS}")
+        skip_without_gpus("NCCL", f"it needs a GPU for each of two ranks, and there are {GPUS}")
     torch.cuda.set_device(0)
     (worker,) = crew.start(None)
     worker.do(meet_on_gpu, store.port, sync)

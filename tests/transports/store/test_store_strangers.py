@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exhausted import descriptors_left
+from descriptor_limit import limit_descriptors
 from fleet import PATIENCE, constants, small
 from store_fleet import StorePair, reach, until
 
@@ -324,7 +324,7 @@ def test_a_worker_without_descriptors_declines_a_new_link_and_accepts_the_next(
 
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_connecting_to_a_store_without_descriptors_raises_transport_error_at_once(store: Any, left: int) -> None:
-    with descriptors_left(left), pytest.raises(TransportError, match="Too many open files"):
+    with limit_descriptors(left), pytest.raises(TransportError, match="Too many open files"):
         Client(store)
 
 

@@ -13,8 +13,8 @@ from fleet import Crew, crew  # noqa: F401 - crew: the fixture
 from fleet_adapters import PIPES, FanoutFleet, PipeFleet, RpcFleet, StoreFleet
 from fleets import Fleet, Wanted
 from networks import Cut, WiredWorld, over_rpc, over_store, over_tcp_pipes
+from proxy_network import Network
 from ray_adapters import RayFleet, StrikableActor
-from severed import Network
 from striking import WorkerPoint
 
 

@@ -13,15 +13,15 @@ from typing import Any
 from fleet import PATIENCE, Crew, free_port
 from fleet_adapters import PipeFleet, RpcFleet, StoreFleet, lead_over_pipes
 from fleets import Fleet, Order
+from proxy_network import LOOPBACK, Failure, Network, Wire
 from rpc_fleet import World, enter
-from rpc_over import TCP
-from severed import HERE, Failure, Network, Wire
+from rpc_processes import TCP_ONLY
 
 from weightsync import MultiProcessWeightSyncScheme
 from weightsync.clock import Deadline
 
 #: Forces TCP: within one machine TensorPipe would use shared memory.
-OVER_TCP = {**TCP, "rpc_timeout": PATIENCE}
+OVER_TCP = {**TCP_ONLY, "rpc_timeout": PATIENCE}
 MIDDLE_NBYTES = 2 * 2**20
 AUTHKEY = b"a secret of both"
 
@@ -71,7 +71,7 @@ class TcpFleet(PipeFleet):
 
     def __init__(self, crew: Crew) -> None:
         super().__init__(crew, MultiProcessWeightSyncScheme)
-        with Listener((HERE, 0), authkey=AUTHKEY) as listener:
+        with Listener((LOOPBACK, 0), authkey=AUTHKEY) as listener:
             self.wire = Wire(listener.address[1])
             self.victim.tell(dial, self.wire.port)
             self._far_end = listener.accept()
@@ -89,14 +89,14 @@ class TcpFleet(PipeFleet):
 def dial(setup: Any, port: int) -> None:
     """Replace the worker's pipe to the trainer by a TCP connection."""
     setup.pipe.close()
-    setup.pipe = Client((HERE, port), authkey=AUTHKEY)
+    setup.pipe = Client((LOOPBACK, port), authkey=AUTHKEY)
 
 
 class WiredWorld(World):
     """An RPC world in which all calls to and from worker 0 pass through a network.
 
-    TensorPipe has no option for a proxy. Its ranks announce their addresses in the store, and tests/severed.py rewrites
-    these addresses in transit, so that the connections of calls pass through wires. TensorPipe negotiates the
+    TensorPipe has no option for a proxy. Its ranks announce their addresses in the store, and tests/proxy_network.py
+    rewrites these addresses in transit, so that the connections of calls pass through wires. TensorPipe negotiates the
     connections for tensors over those of the calls, and these bypass the wires: a cut ends calls, not transfers of
     tensors.
     """
@@ -111,7 +111,7 @@ class WiredWorld(World):
             if rank == 1:
                 _wait_for(port)  # the trainer hosts the store
                 self.network = Network(port)
-            address = f"tcp://{HERE}:{self.network.port if rank == 1 else port}"
+            address = f"tcp://{LOOPBACK}:{self.network.port if rank == 1 else port}"
             process.tell(enter, name, rank, len(everybody), {"init_method": address, **OVER_TCP})
         for process in everybody:
             process.answer()
@@ -124,7 +124,7 @@ class WiredWorld(World):
 def _wait_for(port: int) -> None:
     deadline = Deadline(PATIENCE)
     while not deadline.passed:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((HERE, port)):
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((LOOPBACK, port)):
             return
     raise AssertionError("the trainer hosts no store")
 
@@ -139,6 +139,6 @@ def over_rpc(world: WiredWorld) -> Cut:
 
 
 def over_store(crew: Crew, port: int, network: Network) -> Cut:
-    """A fleet whose worker 0 announces its address in the store; tests/severed.py rewrites it in transit."""
+    """A fleet whose worker 0 announces its address in the store; tests/proxy_network.py rewrites it in transit."""
     fleet = StoreFleet(crew, port, network.port)
     return Cut(fleet, lambda: list(network.peers.values()), network.store, readmit=fleet.relink_victim)

@@ -14,7 +14,7 @@ import pytest
 from fleet import serve_until_gone
 from fleets import APPLIED, LOST, MARKS, TIMED_OUT, kinds
 from networks import Cut, Part
-from severed import Failure
+from proxy_network import Failure
 from striking import abandon, follow_through, holds, look, send
 
 STORE, LINK, ALL = Part

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from missing import installed
+from skipping import require_modules
 from torch import nn
 
 import weightsync
@@ -58,7 +58,7 @@ def test_a_documented_module_that_moved_is_importable_by_its_former_name_and_war
     former: str, home: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if home == "weightsync.torchrl.collectors":
-        installed("torchrl", what="THE FORMER NAME OF A MODULE OVER TORCHRL", extra="torchrl")
+        require_modules("torchrl", what="THE FORMER NAME OF A MODULE OVER TORCHRL", extra="torchrl")
     monkeypatch.delitem(sys.modules, former, raising=False)
     with pytest.warns(DeprecationWarning, match=f"^{former} is now {home}: import from there.$"):
         found = getattr(importlib.import_module(former), name)

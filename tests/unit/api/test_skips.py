@@ -1,17 +1,17 @@
-"""Tests without a tool skip by `missing`, which fails in CI, so none goes unnoticed. Other skips are listed here."""
+"""Tests without a tool skip by `skipping`, which fails in CI, so none goes unnoticed. Other skips are listed here."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-import missing
 import pytest
+import skipping
 
 TESTS = Path(__file__).parents[2]
 #: Files whose tests skip for another reason than a missing tool, and that reason.
 OTHER_REASONS = {
-    "missing.py": "it is how tests skip",
+    "skipping.py": "it is how tests skip",
     "unit/api/test_skips.py": "it tests that",
     "unit/weights/test_devices.py": "GPUs",
     "transports/device/test_gpu.py": "GPUs",
@@ -40,9 +40,9 @@ def test_only_the_listed_files_skip_for_other_reasons_than_a_missing_tool() -> N
 def test_a_missing_tool_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="A THING WAS NOT TESTED: no tool"):
-        missing.not_tested("A THING", "no tool")
+        skipping.not_tested("A THING", "no tool")
     with pytest.raises(pytest.fail.Exception, match="no surely_no_such_module"):
-        missing.installed("pytest", "surely_no_such_module", what="A THING", extra="dev")
+        skipping.require_modules("pytest", "surely_no_such_module", what="A THING", extra="dev")
 
 
 def test_a_folder_with_the_name_of_a_module_does_not_count_as_installed(
@@ -53,20 +53,20 @@ def test_a_folder_with_the_name_of_a_module_does_not_count_as_installed(
     monkeypatch.delenv("CI", raising=False)
 
     with pytest.raises(pytest.skip.Exception, match="no only_a_folder"):
-        missing.installed("only_a_folder", what="A THING", extra="dev")
+        skipping.require_modules("only_a_folder", what="A THING", extra="dev")
 
 
 def test_outside_ci_a_missing_tool_skips_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="A THING WAS NOT TESTED: no tool"):
-        missing.not_tested("A THING", "no tool")
+        skipping.not_tested("A THING", "no tool")
 
 
 def test_missing_gpus_skip_in_ci_unless_weightsync_gpus_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     monkeypatch.delenv("WEIGHTSYNC_GPUS", raising=False)
     with pytest.raises(pytest.skip.Exception, match="NCCL WAS NOT TESTED"):
-        missing.without_gpus("NCCL", "no GPU")
+        skipping.skip_without_gpus("NCCL", "no GPU")
     monkeypatch.setenv("WEIGHTSYNC_GPUS", "2")
     with pytest.raises(pytest.fail.Exception, match="NCCL WAS NOT TESTED"):
-        missing.without_gpus("NCCL", "no GPU")
+        skipping.skip_without_gpus("NCCL", "no GPU")

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import missing
 import performance
 import pytest
+import skipping
 import torch
 from protocolgen.source import SpecError
 
@@ -387,7 +387,7 @@ def test_a_picture_without_the_plot_extra_raises(monkeypatch: pytest.MonkeyPatch
 def test_the_picture_has_the_sizes_on_its_left_and_the_numbers_of_workers_on_its_right(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    missing.installed("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
+    skipping.require_modules("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
     figure: Any = importlib.import_module("matplotlib.figure").Figure
     drawn: list[Any] = []
     monkeypatch.setattr(figure, "savefig", lambda self, path, **_: drawn.append((self, path)))
@@ -430,7 +430,7 @@ def test_the_picture_has_the_sizes_on_its_left_and_the_numbers_of_workers_on_its
 
 
 def test_a_picture_is_written_as_png_and_an_empty_or_unwritable_one_is_refused(tmp_path: Path) -> None:
-    missing.installed("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
+    skipping.require_modules("matplotlib", what="THE BENCH'S PICTURE", extra="plot")
     contenders = (floor(Floor.MEMCPY, 40), took(SHARED, 44, 0.2))
     cases = [case(*contenders, workers=workers) for workers in (1, 4)]
     drawn = results(*cases, case(*contenders, payload="S", workers=4))

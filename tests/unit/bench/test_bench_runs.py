@@ -15,7 +15,7 @@ import bench_workers
 import pytest
 import torch
 from commands import assert_all_gone, marked, running
-from missing import installed
+from skipping import require_modules
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError
@@ -86,7 +86,7 @@ def test_every_contender_of_a_case_is_timed_equally_often_and_its_calls_are_coun
 @pytest.mark.torchrl
 @pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # a warning of TorchRL's own
 def test_torchrls_own_schemes_are_measured() -> None:
-    installed("torchrl", what="TORCHRL'S SCHEMES IN THE BENCH", extra="torchrl")
+    require_modules("torchrl", what="TORCHRL'S SCHEMES IN THE BENCH", extra="torchrl")
     case = measure(SchemeName.TORCHRL_PIPE, SchemeName.TORCHRL_SHARED)
 
     assert labels(case, Kind.TORCHRL) == {"torchrl-multiprocess", "torchrl-shared"}
@@ -314,7 +314,7 @@ def test_results_that_could_not_be_written_or_joined_are_not_measured(
 def test_results_are_shown_although_a_file_cannot_be_written_in_the_end(
     option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    installed("matplotlib", what="WHAT THE BENCH SHOWS WITHOUT ITS PICTURE", extra="plot")
+    require_modules("matplotlib", what="WHAT THE BENCH SHOWS WITHOUT ITS PICTURE", extra="plot")
     folder = tmp_path / "folder"
     folder.mkdir()
     why = {"all": "takes about 9 GiB and 1 GiB are free"}

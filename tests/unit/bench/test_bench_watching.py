@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from missing import installed
+from skipping import require_modules
 
 from weightsync import TransportError
 from weightsync.bench import BenchError, SchemeName, Settings, torchrl_schemes, watching
@@ -176,7 +176,7 @@ def test_a_run_ends_when_a_worker_of_the_floors_is_stopped(monkeypatch: pytest.M
 @pytest.mark.torchrl
 @pytest.mark.filterwarnings("ignore:Creating .* is deprecated:DeprecationWarning")  # a warning of TorchRL's own
 def test_a_run_ends_when_a_worker_of_torchrl_is_killed(monkeypatch: pytest.MonkeyPatch, forkserver: object) -> None:
-    installed("torchrl", what="A KILLED WORKER OF TORCHRL IN THE BENCH", extra="torchrl")
+    require_modules("torchrl", what="A KILLED WORKER OF TORCHRL IN THE BENCH", extra="torchrl")
     honest = torchrl_schemes.TorchRLScheme.send
 
     def killing(scheme: torchrl_schemes.TorchRLScheme) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import typer
 from fleet import PATIENCE
-from rpc_over import apart
+from rpc_processes import run_in_own_process
 from typer.testing import CliRunner
 
 from weightsync import ConfigurationError, OutcomeKind
@@ -59,7 +59,9 @@ class EachActionSoak(Soak):
 )
 def test_a_run_of_each_action_finds_no_fault_and_leaks_nothing(scheme: SchemeName, forkserver: Any) -> None:
     if scheme is SchemeName.RPC:
-        apart(forkserver, take_each_action, scheme, "fork")  # another fork server would import torch once more
+        run_in_own_process(
+            forkserver, take_each_action, scheme, "fork"
+        )  # another fork server would import torch once more
     else:
         take_each_action(scheme)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rpc_over import apart
+from rpc_processes import run_in_own_process
 from test_demo_runs import assert_proved, end_after
 
 from weightsync import TransportError
@@ -25,7 +25,7 @@ def proved() -> None:
 
 
 def test_every_remaining_worker_proves_the_trainers_last_weights(forkserver: Any) -> None:
-    apart(forkserver, proved)
+    run_in_own_process(forkserver, proved)
 
 
 def wait_for_an_absent_worker(folder: Path) -> None:
@@ -45,8 +45,8 @@ def join_at_an_unknown_address() -> None:
 
 
 def test_a_trainer_that_cannot_join_rpc_raises(forkserver: Any) -> None:
-    apart(forkserver, join_at_an_unknown_address)
+    run_in_own_process(forkserver, join_at_an_unknown_address)
 
 
 def test_a_worker_that_never_joins_rpc_makes_the_trainer_raise(forkserver: Any, tmp_path: Path) -> None:
-    apart(forkserver, wait_for_an_absent_worker, tmp_path)
+    run_in_own_process(forkserver, wait_for_an_absent_worker, tmp_path)

@@ -6,8 +6,8 @@ from functools import partial
 
 import demo_workers
 import pytest
+from clocks import advance_a_minute_once
 from fleet import stat_of
-from passing_time import a_minute_passes_once
 
 from weightsync import WorkerFailedError, WorkerGroup
 from weightsync.demo import Phase, RunState, SchemeName, Settings, Verdict, joined, run, trainer
@@ -83,7 +83,7 @@ def test_a_stopped_worker_is_reported_lost_and_training_goes_on(monkeypatch: pyt
             return False
         return stat_of(state.workers[1].pid)[0] == "T"
 
-    with a_minute_passes_once(waits_for_the_stopped_worker):
+    with advance_a_minute_once(waits_for_the_stopped_worker):
         result = run(state)
 
     assert result.of(Verdict.PROVED) == [0]

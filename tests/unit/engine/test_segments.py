@@ -9,7 +9,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from exhausted import descriptors_left
+from descriptor_limit import limit_descriptors
 
 from weightsync.errors import TransportError
 from weightsync.transports import buffers
@@ -51,7 +51,7 @@ def test_a_segment_that_could_not_be_allocated_closes_no_descriptor() -> None:
 
 
 def test_a_segment_without_a_free_descriptor_raises_with_the_ulimit_command() -> None:
-    with descriptors_left(0), pytest.raises(TransportError, match=r"Too many open files\. Run `ulimit -n 4096`"):
+    with limit_descriptors(0), pytest.raises(TransportError, match=r"Too many open files\. Run `ulimit -n 4096`"):
         Segment(LARGE)
 
 

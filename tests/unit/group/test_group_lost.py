@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 import group_workers as workers
 import pytest
 import torch
+from clocks import advance_a_minute_once
 from group_worlds import PIPES, RANKS, RAY, SHARED, Make
-from passing_time import a_minute_passes_once
 from prometheus_client import CollectorRegistry
 from torch import nn
 
@@ -100,7 +100,7 @@ def test_send_and_wait_async_raise_if_all_workers_died_without_restarts(make: Ma
 def a_minute_passes_during_a_send(group: WorkerGroup) -> AbstractContextManager[None]:
     """In the block, time stands still until the next version is sent; then a bit over a minute passes at once."""
     before = group.sender.version
-    return a_minute_passes_once(lambda: group.sender.version != before)
+    return advance_a_minute_once(lambda: group.sender.version != before)
 
 
 def test_a_worker_that_hangs_is_killed_by_its_deadline_while_the_trainer_waits_for_its_answer(make: Make) -> None:

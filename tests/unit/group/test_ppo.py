@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from missing import installed
+from skipping import require_modules
 from torch import nn
 from torch.distributions import Categorical
 
@@ -25,7 +25,7 @@ UPDATES = 9
 
 @pytest.fixture
 def ppo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    installed("gymnasium", what="THE PPO OF THE README", extra="rl")
+    require_modules("gymnasium", what="THE PPO OF THE README", extra="rl")
     monkeypatch.syspath_prepend(EXAMPLE.parent)  # workers import the example too
     yield importlib.import_module(EXAMPLE.stem)
     sys.modules.pop(EXAMPLE.stem)

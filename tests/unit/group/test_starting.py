@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import group_workers as workers
 import pytest
-from exhausted import descriptors_left
+from descriptor_limit import limit_descriptors
 from fleet import descriptors, opened_since
 from group_worlds import Make
 from torch import nn
@@ -166,7 +166,7 @@ def test_start_without_free_descriptors_names_the_limit_to_raise_and_leaks_nothi
     before = descriptors()
     group = make(workers.act, 3)
     said = rf"^worker {worker} cannot be started: too few are left of the \d+ file descriptors .* \(`ulimit -n`\)"
-    with pytest.raises(TransportError, match=said) as caught, descriptors_left(left):
+    with pytest.raises(TransportError, match=said) as caught, limit_descriptors(left):
         group.start()
 
     assert isinstance(caught.value.__cause__, OSError)
@@ -186,7 +186,7 @@ def test_descriptors_opened_for_a_worker_are_closed_if_they_run_out_during_its_s
     gc.collect()
     before = descriptors()
     group = make(workers.act)
-    with pytest.raises(TransportError, match="worker 0 cannot be started"), descriptors_left(left):
+    with pytest.raises(TransportError, match="worker 0 cannot be started"), limit_descriptors(left):
         group.start()
     gc.collect()
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from clocks import advancing_clock
 from fleet import PATIENCE, Pair, constants, small
-from hours import hours
 from torch import nn
 
 from weightsync import (
@@ -91,7 +91,7 @@ def served(pair: Pair) -> Iterator[Pair]:
 
 def test_g10_apply_weights_times_out_while_another_thread_serves_the_model(served: Pair) -> None:
     weights = small(5.0).state_dict()
-    with hours(60), pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads used the model"):
+    with advancing_clock(60), pytest.raises(ModelBusyError, match=r"^apply_weights\(\): other threads used the model"):
         served.receiver.apply_weights(weights)
     with pytest.raises(TimeoutError):
         served.receiver.apply_weights(weights, timeout=0)
@@ -121,7 +121,7 @@ def test_an_ack_or_nack_of_a_wrong_type_leaves_the_update_unanswered(served: Pai
 
 
 def test_g10_register_model_times_out_while_the_model_is_served_and_keeps_it(served: Pair) -> None:
-    with hours(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads used the model"):
+    with advancing_clock(60), pytest.raises(ModelBusyError, match=r"^register_model\(\): other threads used the model"):
         served.receiver.register_model(small())
 
     assert served.receiver.model is served.model

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillWaiting
 
 import pytest
+from clocks import advancing_clock
 from fleet import PATIENCE, Pair
-from hours import hours
 
 from weightsync import AckTimeoutError, State
 from weightsync import clock as timing
@@ -43,7 +43,7 @@ def test_a_send_waits_a_minute_by_default_and_not_longer(pair: Pair, monkeypatch
 
 
 def test_a_receiver_may_wait_for_hours(pair: Pair) -> None:
-    with hours(7200):
+    with advancing_clock(7200):
         assert pair.receiver.receive(timeout=7200) is False
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from clocks import advancing_clock
 from fleet import PATIENCE, Crew, Pair, constants, filled, join, large, leave, receive, serve, shows, small
-from hours import hours
 
 from weightsync import (
     AckTimeoutError,
@@ -139,7 +139,7 @@ def test_a_send_to_a_worker_that_never_connects_times_out(scheme_class: Any) -> 
     with scheme_class() as scheme:
         scheme.init_on_sender("policy", pipes=[ours], model=small())
         sender = scheme.get_sender()
-        with hours(60), pytest.raises(AckTimeoutError) as timed_out:
+        with advancing_clock(60), pytest.raises(AckTimeoutError) as timed_out:
             sender.send(timeout=60)
 
         assert timed_out.value.pending == (0,)
@@ -148,7 +148,7 @@ def test_a_send_to_a_worker_that_never_connects_times_out(scheme_class: Any) -> 
         assert "never connected" in str(timed_out.value)
         assert isinstance(timed_out.value, TimeoutError)
         assert sender.state is State.PENDING_ASYNC
-        with hours(60), pytest.raises(AckTimeoutError):
+        with advancing_clock(60), pytest.raises(AckTimeoutError):
             sender.wait_async(timeout=60)
         assert sender.state is State.PENDING_ASYNC
 
@@ -262,7 +262,7 @@ def test_on_pending_wait_sends_once_the_outstanding_update_is_answered(pair: Pai
 
 def test_on_pending_wait_is_bounded_by_the_same_timeout(pair: Pair) -> None:
     pair.sender.send_async()
-    with hours(60), pytest.raises(AckTimeoutError):
+    with advancing_clock(60), pytest.raises(AckTimeoutError):
         pair.sender.send(on_pending="wait", timeout=60)
 
     assert pair.sender.version == 1
@@ -377,7 +377,7 @@ def test_on_failure_report_returns_failures_instead_of_raising(three: Pair) -> N
     three.sender.send_async()
     for receiver in three.receivers[:2]:
         receiver.receive(timeout=0)
-    with hours(60):
+    with advancing_clock(60):
         report = three.sender.wait_async(timeout=60, on_failure=OnFailure.REPORT)
 
     assert [report[i].kind.name for i in range(3)] == ["REFUSED", "APPLIED", "TIMED_OUT"]
@@ -390,7 +390,7 @@ def test_failures_of_several_kinds_raise_sync_error_and_no_subclass(three: Pair)
     three.sender.send_async()
     three.receivers[0].receive(timeout=0)
     three.receivers[1].receive(timeout=0)
-    with hours(60), pytest.raises(SyncError) as failed:
+    with advancing_clock(60), pytest.raises(SyncError) as failed:
         three.sender.wait_async(timeout=60)
 
     assert type(failed.value) is SyncError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from missing import without_gpus
 from pools import statistics
+from skipping import skip_without_gpus
 from torch import Tensor
 
 from weightsync import ConfigurationError, Layout, LayoutError, WireDtype
@@ -72,7 +72,7 @@ def test_wider_floats_are_cast_as_torch_casts_them_and_other_tensors_are_unchang
     wire_dtype: WireDtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
-        without_gpus("A CAST ON A DEVICE", "no GPU; the same path was tested with the CPU as the device")
+        skip_without_gpus("A CAST ON A DEVICE", "no GPU; the same path was tested with the CPU as the device")
     if device == "the CPU as a device":
         monkeypatch.setattr(packing, "_on_one_device", bool)
     weights, packer = mixed(), Packer(wire_dtype=wire_dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from missing import not_tested
+from skipping import not_tested
 from torch import nn
 
 from weightsync.weights import moving, packing

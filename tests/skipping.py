@@ -24,7 +24,7 @@ def not_tested(what: str, why: object) -> NoReturn:
     pytest.skip(said, allow_module_level=True)
 
 
-def without_gpus(what: str, why: object) -> NoReturn:
+def skip_without_gpus(what: str, why: object) -> NoReturn:
     """Skip a test that needs GPUs, which even CI may lack. If WEIGHTSYNC_GPUS is set, fail."""
     said = f"{what} WAS NOT TESTED: {why}"
     if os.environ.get("WEIGHTSYNC_GPUS"):
@@ -32,7 +32,7 @@ def without_gpus(what: str, why: object) -> NoReturn:
     pytest.skip(said)
 
 
-def installed(*modules: str, what: str, extra: str) -> None:
+def require_modules(*modules: str, what: str, extra: str) -> None:
     """Skip unless all of these modules can be imported. A folder of tests with the name of a module does not count."""
     absent = [module for module in modules if _origin(module) is None]
     if absent:
@@ -44,7 +44,7 @@ def _origin(module: str) -> str | None:
     return None if spec is None else spec.origin  # None for a folder without __init__.py
 
 
-def java_and_tlc(what: str) -> Toolchain:
+def require_tlc(what: str) -> Toolchain:
     """Java and TLC, or skip."""
     try:
         return find_toolchain()

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 #: TCP alone. With TensorPipe's shared memory, a thread in each process polls without a pause from `init_rpc` to the
 #: end, and a few idle processes would take all cores from the other tests.
-TCP: Final[dict[str, Any]] = {"_transports": ["uv"], "_channels": ["basic"]}
+TCP_ONLY: Final[dict[str, Any]] = {"_transports": ["uv"], "_channels": ["basic"]}
 #: All of TensorPipe's transports and channels for CPUs, the default.
-ANYTHING: Final[dict[str, Any]] = {"_transports": None, "_channels": None}
+ALL_TRANSPORTS: Final[dict[str, Any]] = {"_transports": None, "_channels": None}
 
 
-def apart(context: Any, function: Callable[..., Any], *arguments: Any) -> None:
+def run_in_own_process(context: Any, function: Callable[..., Any], *arguments: Any) -> None:
     """Call a function in a process of its own, and fail unless it returns None."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_call, args=(theirs, function, arguments))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
+def limit_descriptors(count: int) -> Iterator[None]:
     """Let this process open at most ``count`` descriptors inside the block, with garbage collection disabled."""
     gc.collect()
     gc.disable()

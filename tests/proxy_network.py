@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
-HERE: Final = "127.0.0.1"
+LOOPBACK: Final = "127.0.0.1"
 #: Of two peers, gloo lets the one with the greater port connect, and the other wait. It compares the bytes of the ports
 #: in network order as numbers in this machine's byte order. Both peers must still agree, though each sees a proxy's
 #: port instead of the other's. So others see this process at one of the least ports (LEAST), and this process sees
@@ -58,7 +58,7 @@ class Wire:
     def __init__(
         self,
         port: int,
-        at: tuple[str, int] = (HERE, 0),
+        at: tuple[str, int] = (LOOPBACK, 0),
         out: Callable[[bytes], bytes] = _as_it_is,
         back: Callable[[bytes], bytes] = _as_it_is,
     ) -> None:
@@ -76,7 +76,7 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection((HERE, self._target))
+                far = socket.create_connection((LOOPBACK, self._target))
                 with self._lock:
                     self._sockets += [near, far]
                     both = (near, far, self._out), (far, near, self._back)
@@ -198,7 +198,7 @@ class Network:
 def _wire_at_one(ports: range, to: int) -> Wire:
     for port in ports:
         with contextlib.suppress(OSError):
-            return Wire(to, (HERE, port))
+            return Wire(to, (LOOPBACK, port))
     raise AssertionError(f"none of {ports} is free")
 
 
@@ -206,9 +206,9 @@ def _rewritten(data: bytes, way: Callable[[int], int]) -> bytes:
     """The frame, with each port in it replaced by that of the wire."""
     if len(data) > _SMALL:
         return data
-    spelt = _SPELT.sub(lambda found: f"{HERE}:{way(int(found[1])):0{len(found[1])}}".encode(), data)
+    spelt = _SPELT.sub(lambda found: f"{LOOPBACK}:{way(int(found[1])):0{len(found[1])}}".encode(), data)
     return _PACKED.sub(lambda found: _packed(way(*struct.unpack("!H", found[1]))), spelt)
 
 
 def _packed(port: int) -> bytes:
-    return b"\x02\x00" + struct.pack("!H", port) + socket.inet_aton(HERE)
+    return b"\x02\x00" + struct.pack("!H", port) + socket.inet_aton(LOOPBACK)

@@ -1,6 +1,6 @@
 """Run one situation of a TorchRL collector with workers over RPC or torch.distributed, on our schemes.
 
-    python far_collectors.py rpc|distributed SITUATION PORT
+    python remote_collectors.py rpc|distributed SITUATION PORT
 
 It prints one line of JSON for each step. The last one, "over", follows when the collector is shut down and all child
 processes have ended. It lists the threads of weightsync that are left.

@@ -13,19 +13,19 @@ import sys
 from contextlib import contextmanager
 from typing import Any
 
-from missing import not_tested
 from ray_cluster import INSTALLED, OBJECT_STORE_NBYTES, running
 from ray_environment import ENVIRONMENT
+from skipping import not_tested
 
 #: Seconds until the test fails. Only a failing test takes so long.
 PATIENCE = 240.0
 
 
-def alone(module: str, function: str) -> None:
+def run_isolated(module: str, function: str) -> None:
     """Call a function with a Ray cluster of its own, in a separate process, and fail if it fails there."""
     if not INSTALLED:
         not_tested("THE DEATH OF A RAY NODE", "Ray is not installed (pip install 'weightsync[ray]')")
-    command = [sys.executable, "-c", f"import ray_alone; ray_alone.call({module!r}, {function!r})"]
+    command = [sys.executable, "-c", f"import ray_isolated; ray_isolated.call({module!r}, {function!r})"]
     done = subprocess.run(
         command,
         env={**os.environ, **ENVIRONMENT},
