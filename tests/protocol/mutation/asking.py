@@ -45,7 +45,7 @@ FILES = (
     "unit/schemes/test_loaders.py",
     "unit/schemes/test_chosen_weights.py",
     "unit/schemes/test_wire_dtype.py",
-    "unit/schemes/test_finite.py",
+    "unit/schemes/test_check_finite.py",
     "unit/schemes/test_models_by_path.py",
     "unit/schemes/test_shared_models.py",
     "unit/schemes/test_weights_of_another_model.py",

@@ -47,8 +47,8 @@ from search import digest, search  # noqa: E402
 #: The tests that are run on the mutants of a module.
 ASKED = {
     "weightsync.protocol.machine": ("machines",),
-    "weightsync.protocol.sender": ("test_sender.py", "test_words.py"),
-    "weightsync.protocol.receiver": ("test_receiver.py", "test_words.py"),
+    "weightsync.protocol.sender": ("test_sender.py", "test_exact_results.py"),
+    "weightsync.protocol.receiver": ("test_receiver.py", "test_exact_results.py"),
 }
 #: The most nodes of a graph that is searched. Larger graphs take longer than all others together.
 MOST_NODES = 10_000

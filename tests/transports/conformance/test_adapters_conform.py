@@ -1,6 +1,6 @@
-"""Every adapter fulfils the contract of links and keeps its declared delivery (issue 4, point 8).
+"""Every adapter fulfils the contract of links and keeps its declared delivery.
 
-Over each of them the machines take the same steps as in the TLA+ model (issue 5, point 5).
+Over each of them the machines take the same steps as in the TLA+ model.
 """
 
 from __future__ import annotations

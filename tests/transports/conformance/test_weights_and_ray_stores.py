@@ -1,4 +1,4 @@
-"""1 GiB over Ray, with an object store that holds it in memory and with one that cannot (issue 4, point 7)."""
+"""1 GiB over Ray, with an object store that holds it in memory and with one that cannot."""
 
 from __future__ import annotations
 

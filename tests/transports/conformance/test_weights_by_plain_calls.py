@@ -1,4 +1,4 @@
-"""Methods of actors and collectors without a receiver get weights of every kind, bit by bit (issue 4, point 7)."""
+"""Methods of actors and collectors without a receiver get weights of every kind, bit by bit."""
 
 from __future__ import annotations
 

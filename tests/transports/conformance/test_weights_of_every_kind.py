@@ -1,4 +1,4 @@
-"""Weights of every kind arrive bit by bit over every transport, version after version (issue 4, point 7)."""
+"""Weights of every kind arrive bit by bit over every transport, version after version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of every kind arrive bit by bit in other processes, over each public scheme (issue 4, point 7)."""
+"""Weights of every kind arrive bit by bit in other processes, over each public scheme."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ OTHER_REASONS = {
     "transports/device/test_passed_models.py": "GPUs",
     "transports/store/test_store_ipv6.py": "a machine without IPv6",
     "transports/store/test_store_nccl.py": "GPUs: what is said without one, where there is one",
-    "protocol/stateful/test_in_memory.py": "only a run of the whole folder has walked enough",
+    "protocol/stateful/test_random_walks.py": "only a run of the whole folder has walked enough",
     "model/tlc/test_canaries.py": "a fault of TLC's own that need not show",
 }
 
