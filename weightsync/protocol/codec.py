@@ -150,7 +150,7 @@ _ENDINGS: Final = tuple(Ending)
 #: Process ids are signed 32-bit numbers. System calls fail in various ways for other values.
 _MAX_PID: Final = 2**31 - 1
 #: In the place of a slot's fields, for a payload that travels.
-_NOWHERE: Final = SlotRef(segment=0)
+_NO_SLOT: Final = SlotRef(segment=0)
 #: Where a payload is: it follows; it lies in a slot; it follows, and the place of the slot's fields has its base; it
 #: came in parts, and there is the id that they have.
 _INLINE, _IN_SLOT, _BASED, _IN_PARTS = range(4)
@@ -194,7 +194,7 @@ def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, 
     """Return the version and digest, the size of the payload that follows, and the encoded body."""
     match message:
         case Update():
-            base, slot, placed = message.base, slot or _NOWHERE, _INLINE if slot is None else _IN_SLOT
+            base, slot, placed = message.base, slot or _NO_SLOT, _INLINE if slot is None else _IN_SLOT
             fields = name, message.layout_digest, message.layout, message.extras, slot.device
             where = placed, slot.segment, slot.seal, slot.nbytes
             if base is not None:
@@ -211,15 +211,17 @@ def _body_of(message: Message, name: bytes, slot: SlotRef | None) -> tuple[int, 
             return message.version, message.digest, 0, b"".join((_ACK.pack(*numbers), name, nested))
         case Hello():
             fields = name, message.layout_digest, message.layout, message.host, message.devices
-            fixed = _HELLO.pack(*map(len, fields), message.pid, message.started, _wide(message.fence), message.link)
+            fixed = _HELLO.pack(
+                *map(len, fields), message.pid, message.started, _encode_wide(message.fence), message.link
+            )
             return message.version, b"", 0, b"".join((fixed, *fields))
         case Refusal():
-            said = _prose(message.reason), _prose(message.remote_traceback)
+            said = _encode_text(message.reason), _encode_text(message.remote_traceback)
             kind = _REFUSALS.index(message.kind), _EVIDENCE.index(message.evidence)
-            fixed = _REFUSAL.pack(len(name), *kind, *map(len, said), _wide(message.fence))
+            fixed = _REFUSAL.pack(len(name), *kind, *map(len, said), _encode_wide(message.fence))
             return message.version, b"", 0, b"".join((fixed, name, *said))
         case Bye():
-            reason = _prose(message.reason)
+            reason = _encode_text(message.reason)
             fixed = _BYE.pack(len(name), _ENDINGS.index(message.ending), len(reason))
             return 0, b"", 0, b"".join((fixed, name, reason))
         case NoBase():
@@ -288,11 +290,11 @@ def _require_parts(update: Update, slot: SlotRef | None) -> None:
         raise ValueError(f"{len(update.payload_id)} bytes do not name a payload")
 
 
-def _prose(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def _wide(value: int) -> bytes:
+def _encode_wide(value: int) -> bytes:
     return value.to_bytes(16, "big")
 
 
@@ -329,7 +331,7 @@ def decode_with(head: Head, data: Readable) -> Message:
     return message
 
 
-def _cut(body: bytes, position: int, *sizes: int) -> list[bytes]:
+def _split_fields(body: bytes, position: int, *sizes: int) -> list[bytes]:
     """Split the fields that follow the fixed part; they must fill the body."""
     if position + sum(sizes) != len(body):
         raise ValueError(f"its fields take {sum(sizes)} bytes, but {len(body) - position} are there")
@@ -346,7 +348,7 @@ def _int(field: bytes) -> int:
 
 def _read_hello(head: Head, body: bytes) -> Hello:
     name_size, digest_size, layout_size, host_size, devices_size, pid, started, fence, link = _HELLO.unpack_from(body)
-    name, layout_digest, layout, host, devices = _cut(
+    name, layout_digest, layout, host, devices = _split_fields(
         body, _HELLO.size, name_size, digest_size, layout_size, host_size, devices_size
     )
     return Hello(
@@ -368,7 +370,7 @@ def _read_update(head: Head, body: bytes) -> Update:
     *sizes, nbytes, form, placed, segment, seal, slot_nbytes = _UPDATE.unpack_from(body)
     # An update of a sender that traces nothing ends here.
     trace_size = min(max(0, len(body) - _UPDATE.size - sum(sizes)), MAX_TRACE_CONTEXT_NBYTES)
-    name, layout_digest, layout, extras, device, trace_context = _cut(body, _UPDATE.size, *sizes, trace_size)
+    name, layout_digest, layout, extras, device, trace_context = _split_fields(body, _UPDATE.size, *sizes, trace_size)
     if placed > _IN_PARTS or (placed != _IN_SLOT and (device or slot_nbytes)) or (placed == _IN_PARTS and segment):
         raise ValueError(f"payload placement {placed} is not valid")
     if head.payload_nbytes != (nbytes if placed in _FOLLOWING else 0):
@@ -393,7 +395,7 @@ def _read_update(head: Head, body: bytes) -> Update:
 
 def _read_ack(head: Head, body: bytes) -> Ack:
     name_size, report_size, seconds, evidence = _ACK.unpack_from(body)
-    name, report = _cut(body, _ACK.size, name_size, report_size) if report_size else (body[_ACK.size :], b"")
+    name, report = _split_fields(body, _ACK.size, name_size, report_size) if report_size else (body[_ACK.size :], b"")
     if len(name) != name_size:
         raise ValueError(f"its name takes {name_size} bytes, but {len(name)} are there")
     return Ack(
@@ -409,7 +411,7 @@ def _read_ack(head: Head, body: bytes) -> Ack:
 
 def _read_refusal(head: Head, body: bytes) -> Refusal:
     name_size, kind, evidence, reason_size, traceback_size, fence = _REFUSAL.unpack_from(body)
-    name, reason, remote_traceback = _cut(body, _REFUSAL.size, name_size, reason_size, traceback_size)
+    name, reason, remote_traceback = _split_fields(body, _REFUSAL.size, name_size, reason_size, traceback_size)
     return Refusal(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),
@@ -424,7 +426,7 @@ def _read_refusal(head: Head, body: bytes) -> Refusal:
 
 def _read_bye(head: Head, body: bytes) -> Bye:
     name_size, ending, reason_size = _BYE.unpack_from(body)
-    name, reason = _cut(body, _BYE.size, name_size, reason_size)
+    name, reason = _split_fields(body, _BYE.size, name_size, reason_size)
     return Bye(
         model_id=name.decode(),
         incarnation=int.from_bytes(head.incarnation, "big"),

@@ -229,10 +229,10 @@ def name(state: State, data: ReceiverData, event: Event) -> ReceiverInput | None
         case Answered() if isinstance(data.answer, Deferred):
             raise refusal(RECEIVER_ROWS, state, ReceiverInput, method_of(ReceiverInput.ANSWERED))
         case _:
-            return _OWN[type(event)]
+            return _INPUT_OF_EVENT[type(event)]
 
 
-_OWN = {
+_INPUT_OF_EVENT = {
     Applied: ReceiverInput.APPLIED,
     Defer: ReceiverInput.DEFERRED,
     Refused: ReceiverInput.REFUSED,
@@ -294,7 +294,7 @@ def step(state: State, data: ReceiverData, event: Event) -> Step:
     """
     named = name(state, data, event)
     if named is None:
-        return Step(None, state, data, _beside(data, event))
+        return Step(None, state, data, _close_other_link(data, event))
     to = RECEIVER_ROWS.get((state, named)) or next_state(RECEIVER_ROWS, state, named)
     after, effects = _advance(named, data, event)
     return Step(named, to, after, effects)
@@ -305,7 +305,7 @@ def _advance(named: ReceiverInput, data: ReceiverData, event: Event) -> tuple[Re
         case HelloArrived():
             return _greet(named, data, event)
         case UpdateArrived():
-            return _take(named, data, event)
+            return _receive_update(named, data, event)
         case Applied() | Defer() | SendAck() | Refused():
             return _decide(data, event)
         case Broken(reason, trace):
@@ -329,7 +329,7 @@ def _unlinked(data: ReceiverData) -> ReceiverData:
     return replace(data, link=None, senders_number=0, pending=None)
 
 
-def _beside(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
+def _close_other_link(data: ReceiverData, event: Event) -> tuple[Effect, ...]:
     """Close a link other than the current one, and report to its sender what failed, if anything."""
     match event:
         case LinkDown(link, failure) if failure:
@@ -350,11 +350,11 @@ def _greet(named: ReceiverInput, data: ReceiverData, event: HelloArrived) -> tup
             return data, ()
         case _:
             now = {"link": event.link, "senders_number": event.senders_number, "fence": event.incarnation}
-            after = replace(_without_overwritten(data), **now, pending=None)
-            return after, (*_taken_over(data, event), Greet(event.link))
+            after = replace(_forget_overwritten(data), **now, pending=None)
+            return after, (*_end_former_link(data, event), Greet(event.link))
 
 
-def _without_overwritten(data: ReceiverData) -> ReceiverData:
+def _forget_overwritten(data: ReceiverData) -> ReceiverData:
     """Forget the version that was applied last if the model no longer holds it: over a new link it is applied again."""
     overwritten = data.served is None and isinstance(data.answer, Ack | Deferred)
     return replace(data, decided=None, answer=None) if overwritten else data
@@ -363,12 +363,14 @@ def _without_overwritten(data: ReceiverData) -> ReceiverData:
 def _reject(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     fenced = event.incarnation < data.fence
     kind = RefusalKind.FENCED if fenced else RefusalKind.REFUSED
-    reason = _NEWER if fenced else event.misfit
+    reason = _NEWER_SENDER if fenced else event.misfit
     rejection = Reject(event.link, event.incarnation, kind, reason)
     return (rejection,) if event.link == data.link else (rejection, CloseLink(event.link))
 
 
-def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tuple[ReceiverData, tuple[Effect, ...]]:
+def _receive_update(
+    named: ReceiverInput, data: ReceiverData, event: UpdateArrived
+) -> tuple[ReceiverData, tuple[Effect, ...]]:
     key = (event.incarnation, event.version)
     match named:
         case ReceiverInput.STALE:
@@ -390,16 +392,16 @@ def _take(named: ReceiverInput, data: ReceiverData, event: UpdateArrived) -> tup
 def _decide(data: ReceiverData, event: Applied | Defer | SendAck | Refused) -> tuple[ReceiverData, tuple[Effect, ...]]:
     match event:
         case Applied(answer):
-            return _serving(data, answer), _reply(data, answer)
+            return _serve_pending(data, answer), _reply(data, answer)
         case Defer(answer):
-            return _serving(data, Deferred(answer)), ()
+            return _serve_pending(data, Deferred(answer)), ()
         case SendAck(nested):
             return _send_ack(data, nested)
         case Refused(answer):
             return replace(data, pending=None, decided=data.pending, answer=answer), _reply(data, answer)
 
 
-def _serving(data: ReceiverData, answer: Ack | Deferred) -> ReceiverData:
+def _serve_pending(data: ReceiverData, answer: Ack | Deferred) -> ReceiverData:
     return replace(data, decided=data.pending, answer=answer, pending=None, served=data.pending)
 
 
@@ -414,7 +416,7 @@ def _reply(data: ReceiverData, answer: Ack | Refusal) -> tuple[Effect, ...]:
     return () if data.link is None else (Reply(data.link, answer),)
 
 
-def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
+def _end_former_link(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     """Close the old link. An older sender is sent FENCED; the same sender has replaced the link itself.
 
     If both senders use one link, it stays open: the older sender gets the new fence with the answer to its pending
@@ -425,11 +427,13 @@ def _taken_over(data: ReceiverData, event: HelloArrived) -> tuple[Effect, ...]:
     if data.link == event.link:
         deferred = _reply(data, data.answer.ack) if isinstance(data.answer, Deferred) else ()
         return (*deferred, Tell(data.link, data.pending, RefusalKind.STALE)) if data.pending else deferred
-    disowned = (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER),) if data.fence < event.incarnation else ()
+    disowned = (
+        (Disown(data.link, data.fence, RefusalKind.FENCED, _NEWER_SENDER),) if data.fence < event.incarnation else ()
+    )
     return (*disowned, CloseLink(data.link))
 
 
-_NEWER = "this worker has seen a newer sender"
+_NEWER_SENDER = "this worker has seen a newer sender"
 
 
 def _fail(data: ReceiverData, link: int | None, reason: str, trace: str) -> tuple[Effect, ...]:

@@ -22,7 +22,7 @@ _LONGEST: Final = sys.float_info.max
 
 def encode_report(report: SyncReport | None) -> bytes:
     """Encode a report as JSON; None is encoded as no bytes. Raises ValueError: it is nested too deep."""
-    return b"" if report is None else json.dumps(_written(report, 1)).encode()
+    return b"" if report is None else json.dumps(_report_fields(report, 1)).encode()
 
 
 def decode_report(data: bytes) -> SyncReport | None:
@@ -33,13 +33,13 @@ def decode_report(data: bytes) -> SyncReport | None:
     if not data:
         return None
     try:
-        loaded = json.loads(data.decode(), parse_constant=_no_number)
+        loaded = json.loads(data.decode(), parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("a report is nested too deep") from error
     return _read(loaded, 1)
 
 
-def _no_number(text: str) -> NoReturn:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"a report has {text} in place of a number")
 
 
@@ -48,16 +48,16 @@ def _require_shallow(depth: int) -> None:
         raise ValueError(f"reports are nested more than {MAX_DEPTH} deep")
 
 
-def _written(report: SyncReport, depth: int) -> dict[str, Any]:
+def _report_fields(report: SyncReport, depth: int) -> dict[str, Any]:
     _require_shallow(depth)
     return {
         "model_id": report.model_id,
         "version": report.version,
         "incarnation": report.incarnation,
         "nbytes": report.nbytes,
-        "outcomes": _all(report.outcomes, depth),
+        "outcomes": _outcome_fields_by_worker(report.outcomes, depth),
         "superseded": {str(worker): list(versions) for worker, versions in report.superseded.items()},
-        "not_caught_up": _all(report.not_caught_up, depth),
+        "not_caught_up": _outcome_fields_by_worker(report.not_caught_up, depth),
         "left": {str(worker): goodbye for worker, goodbye in report.left.items()},
         **{name: getattr(report, name) for name in _SECONDS},
         **({} if report.wire_dtype is None else {"wire_dtype": report.wire_dtype.value}),
@@ -65,7 +65,7 @@ def _written(report: SyncReport, depth: int) -> dict[str, Any]:
     }
 
 
-def _all(outcomes: Mapping[int, Outcome], depth: int) -> dict[str, Any]:
+def _outcome_fields_by_worker(outcomes: Mapping[int, Outcome], depth: int) -> dict[str, Any]:
     return {str(worker): _outcome(outcome, depth) for worker, outcome in outcomes.items()}
 
 
@@ -77,7 +77,7 @@ def _outcome(outcome: Outcome, depth: int) -> dict[str, Any]:
         "evidence": outcome.evidence.value,
         "fence": outcome.fence,
         "seconds": outcome.apply_s,
-        "nested": None if outcome.nested is None else _written(outcome.nested, depth + 1),
+        "nested": None if outcome.nested is None else _report_fields(outcome.nested, depth + 1),
     }
 
 

@@ -226,10 +226,10 @@ def name(state: State, data: SenderData, event: Event) -> SenderInput | None:
                 return None
             return SenderInput.DEADLINE if isinstance(event, Deadline) else SenderInput.INTERRUPTED
         case _:
-            return _CALLS[type(event)]
+            return _INPUT_OF_CALL[type(event)]
 
 
-_CALLS = {
+_INPUT_OF_CALL = {
     Connect: SenderInput.CONNECT,
     Send: SenderInput.SEND,
     SendAsync: SenderInput.SEND_ASYNC,
@@ -256,7 +256,7 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
     current = entry is not None and entry.link == event.link and entry.link_state in OPEN
     if entry is None or not current or message.incarnation != data.incarnation:
         return SenderInput.STALE
-    owed = data.outstanding.owed if data.outstanding is not None else _NOBODY
+    owed = data.outstanding.owed if data.outstanding is not None else _NONE_OWED
     owes = owed.get(event.worker) == event.link
     last = owes and len(owed) == 1 and state is State.AWAITING_ACK
     match message:
@@ -274,7 +274,7 @@ def _name_answer(state: State, data: SenderData, event: Answer) -> SenderInput |
             return SenderInput.STALE
 
 
-_NOBODY: Final[Mapping[int, int]] = {}
+_NONE_OWED: Final[Mapping[int, int]] = {}
 
 
 def ends_link(refusal: Refusal) -> bool:
@@ -309,14 +309,14 @@ def targets_of(data: SenderData, targets: tuple[int, ...] | None) -> dict[int, E
     """
     entries = dict(data.workers.items()) if targets is None else {worker: known(data, worker) for worker in targets}
     if not entries:
-        raise _nobody(data, targets)
+        raise _no_targets_error(data, targets)
     for entry in entries.values():
         if entry.link_state in OPEN:
             return entries
-    raise _all_ended(entries)
+    raise _all_ended_error(entries)
 
 
-def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationError:
+def _no_targets_error(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationError:
     if targets is not None:
         return ConfigurationError("worker_ids is empty: name at least one worker. Nothing was sent or changed.")
     left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
@@ -326,7 +326,7 @@ def _nobody(data: SenderData, targets: tuple[int, ...] | None) -> ConfigurationE
     )
 
 
-def _all_ended(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
+def _all_ended_error(ended: Mapping[int, Entry]) -> WorkerLostError | RefusedError:
     reasons = {worker: entry.reason for worker, entry in ended.items()}
     if all(entry.link_state is LinkState.REFUSED for entry in ended.values()):
         return RefusedError(
@@ -368,13 +368,13 @@ def step(state: State, data: SenderData, event: Event) -> Step:
         return Step(None, state, replace(data, late=data.late + 1))
     to = SENDER_ROWS.get((state, named)) or next_state(SENDER_ROWS, state, named)
     after, effects = _advance(named, data, event)
-    if named in _ENDS and after.outstanding is not None:
+    if named in _CONCLUDING and after.outstanding is not None:
         effects = (*effects, Conclude(after.outstanding, after.not_caught_up, after.left))
         after = replace(after, outstanding=None, not_caught_up={}, left={})
     return Step(named, to, after, effects)
 
 
-_ENDS = frozenset({SenderInput.SETTLED, SenderInput.WAIT_SETTLED, SenderInput.ABANDON, SenderInput.CLOSE})
+_CONCLUDING = frozenset({SenderInput.SETTLED, SenderInput.WAIT_SETTLED, SenderInput.ABANDON, SenderInput.CLOSE})
 
 
 def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[SenderData, tuple[Effect, ...]]:
@@ -395,11 +395,13 @@ def _advance(named: SenderInput, data: SenderData, event: Event) -> tuple[Sender
         case Abandon(reason):
             return _abandon(data, reason), ()
         case LinkLost(worker, link, reason):
-            return _lose(data, worker, link, replace(data.workers[worker], link_state=LinkState.LOST, reason=reason))
+            return _lose_link(
+                data, worker, link, replace(data.workers[worker], link_state=LinkState.LOST, reason=reason)
+            )
         case Answer() if named is SenderInput.STALE:
             return replace(data, stale=data.stale + 1), ()
         case Answer():
-            return _answered(named, data, event)
+            return _receive_answer(named, data, event)
         case _:
             return data, ()
 
@@ -452,13 +454,13 @@ def _abandon(data: SenderData, reason: str) -> SenderData:
     return replace(data, outstanding=Outstanding(data.version, {}, {**data.outstanding.outcomes, **given_up}))
 
 
-def _lose(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[SenderData, tuple[Effect, ...]]:
+def _lose_link(data: SenderData, worker: int, link: int, entry: Entry) -> tuple[SenderData, tuple[Effect, ...]]:
     workers = put(data.workers, worker, replace(entry, catching=0))
-    outstanding = _settled(data.outstanding, worker, link, ended(entry))
+    outstanding = _settle(data.outstanding, worker, link, ended(entry))
     return replace(data, workers=workers, outstanding=outstanding), (CloseLink(worker, link),)
 
 
-def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: Outcome) -> Outstanding | None:
+def _settle(outstanding: Outstanding | None, worker: int, link: int, outcome: Outcome) -> Outstanding | None:
     """What is outstanding once a worker's outcome is known; unchanged if the worker owes nothing over this link."""
     if outstanding is None or outstanding.owed.get(worker) != link:
         return outstanding
@@ -466,12 +468,12 @@ def _settled(outstanding: Outstanding | None, worker: int, link: int, outcome: O
     return replace(outstanding, owed=drop(outstanding.owed, worker), outcomes=outcomes)
 
 
-def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
+def _receive_answer(named: SenderInput, data: SenderData, event: Answer) -> tuple[SenderData, tuple[Effect, ...]]:
     message, worker, link = event.message, event.worker, event.link
     if isinstance(message, Bye):
-        return _left(data, worker, link, message.reason or "it gave no reason")
+        return _remove_after_goodbye(data, worker, link, message.reason or "it gave no reason")
     if isinstance(message, Refusal) and ends_link(message):
-        return _lose(data, worker, link, _fenced_by(data.workers[worker], message))
+        return _lose_link(data, worker, link, _fenced_by(data.workers[worker], message))
     e = data.workers[worker]
     if isinstance(message, Hello):
         return replace(data, workers=put(data.workers, worker, replace(e, link_state=LinkState.UP))), ()
@@ -481,16 +483,18 @@ def _answered(named: SenderInput, data: SenderData, event: Answer) -> tuple[Send
     workers, outcome, not_caught_up = put(data.workers, worker, entry), _outcome(message), data.not_caught_up
     outstanding = data.outstanding
     if named is not SenderInput.CAUGHT_UP:
-        outstanding = _settled(outstanding, worker, link, outcome)
+        outstanding = _settle(outstanding, worker, link, outcome)
     elif isinstance(message, Refusal) and message.kind is RefusalKind.REFUSED:
         not_caught_up = put(not_caught_up, worker, outcome)
     return replace(data, workers=workers, outstanding=outstanding, not_caught_up=not_caught_up), ()
 
 
-def _left(data: SenderData, worker: int, link: int, goodbye: str) -> tuple[SenderData, tuple[Effect, ...]]:
+def _remove_after_goodbye(
+    data: SenderData, worker: int, link: int, goodbye: str
+) -> tuple[SenderData, tuple[Effect, ...]]:
     """Handle a worker's goodbye: its link is lost, and the worker is removed."""
     lost = replace(data.workers[worker], link_state=LinkState.LOST, reason=f"said goodbye: {goodbye}")
-    after, effects = _lose(data, worker, link, lost)
+    after, effects = _lose_link(data, worker, link, lost)
     after = replace(after, workers=drop(after.workers, worker), left=put(data.left, worker, goodbye))
     return after, (*effects, Farewell(worker, goodbye))
 
@@ -503,13 +507,13 @@ def _fenced_by(entry: Entry, message: Refusal) -> Entry:
     return replace(
         entry,
         link_state=LinkState.REFUSED if refused else LinkState.LOST,
-        reason=_WORDS[message.kind].format(reason),
+        reason=_REASONS[message.kind].format(reason),
         remote_traceback=message.remote_traceback,
         fence=newer,
     )
 
 
-_WORDS = {
+_REASONS = {
     RefusalKind.REFUSED: "it refused the handshake: {}",
     RefusalKind.SUPERSEDED: "SUPERSEDED: {}",
     RefusalKind.STALE: "STALE: {}",
@@ -534,7 +538,7 @@ def _outcome(message: Ack | Refusal) -> Outcome:
 
 def joining(state: State, data: SenderData, worker: int, link: int) -> tuple[Event, ...]:
     """The events when a worker joins on a new link: if its old link is open, that is lost first."""
-    return (*_losing(state, data, worker, "replaced by a new link"), Join(worker, link))
+    return (*_loss_if_open(state, data, worker, "replaced by a new link"), Join(worker, link))
 
 
 def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
@@ -546,10 +550,10 @@ def removal(state: State, data: SenderData, worker: int, reason: str) -> tuple[E
     """
     next_state(SENDER_ROWS, state, SenderInput.REMOVE)
     known(data, worker)
-    return (*_losing(state, data, worker, reason), Remove(worker))
+    return (*_loss_if_open(state, data, worker, reason), Remove(worker))
 
 
-def _losing(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
+def _loss_if_open(state: State, data: SenderData, worker: int, reason: str) -> tuple[Event, ...]:
     entry = data.workers.get(worker)
     if entry is None or not entry.open or state in (State.UNINITIALIZED, State.CLOSED):
         return ()

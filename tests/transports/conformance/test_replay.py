@@ -79,13 +79,13 @@ def _a_broken_model_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _a_lost_worker_is_no_longer_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sending._lose
+    before = sending._lose_link
 
     def forgetting(data: Any, worker: int, *rest: Any) -> Any:
         after, effects = before(data, worker, *rest)
         return replace(after, workers={w: e for w, e in after.workers.items() if w != worker}), effects
 
-    monkeypatch.setattr(sending, "_lose", forgetting)
+    monkeypatch.setattr(sending, "_lose_link", forgetting)
 
 
 def _a_wait_for_nothing_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
