@@ -123,6 +123,8 @@ class Jvms:
             self._over = True
             for process in self._started:
                 process.kill()
+            for process in self._started:  # the pool does not wait for a thread whose start a signal interrupted
+                process.wait()
 
     def run(self, command: Sequence[str], folder: Path) -> tuple[int, str]:
         """Run one; returns its exit code and its output. Raises subprocess.TimeoutExpired: it took too long."""

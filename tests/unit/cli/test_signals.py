@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import weightsync
+from tests.store_fleet import until
 from weightsync.cli import check
 from weightsync.cli._app import build, ended_by_signals
 from weightsync.engine import recorder
@@ -78,9 +80,23 @@ def test_rays_handler_of_sigterm_gives_the_exit_code_of_sigterm(code: int, exit_
     assert error.value.code == exit_code
 
 
+start = threading.Thread.start
+
+
+def interrupted_start(thread: threading.Thread) -> None:
+    """Start a thread. A signal interrupts the start of a pool's thread, so the pool will not wait for it."""
+    start(thread)
+    if thread.name.startswith("ThreadPoolExecutor"):
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("starts", [start, interrupted_start])
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_ends_the_jvms_of_verify_tlc_and_removes_their_folders(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    starts: Callable[[threading.Thread], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     java, begun, temporary = tmp_path / "java", tmp_path / "begun", tmp_path / "temporary"
     java.write_text(f"#!/bin/sh\necho $$ > {begun}.new\nmv {begun}.new {begun}\nexec sleep 600\n")
@@ -101,9 +117,10 @@ def test_a_signal_ends_the_jvms_of_verify_tlc_and_removes_their_folders(
         signal.pthread_kill(main, number)
 
     threading.Thread(target=interrupt, args=(threading.get_ident(),), daemon=True).start()
+    monkeypatch.setattr(threading.Thread, "start", starts)
     ended = CliRunner().invoke(build(), ["verify", "--tlc", str(tmp_path)])
 
     assert ended.exit_code == 128 + number
     with pytest.raises(ProcessLookupError):
         os.kill(int(begun.read_text()), 0)
-    assert list(temporary.iterdir()) == []
+    until(lambda: not list(temporary.iterdir()))
