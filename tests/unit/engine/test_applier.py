@@ -505,7 +505,7 @@ def test_a_version_goes_live_at_the_start_of_a_serving_block_in_a_compiled_funct
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.filterwarnings("ignore:Dynamo", "ignore:Guards may run slower on Python 3.13.0")
 def test_weights_applied_by_hand_in_a_compiled_function_go_live(pair: Pair) -> None:
     """Compiled in part, the swap would fail half way, and leave a mix of old and new weights."""
     torch._dynamo.reset()
