@@ -789,6 +789,8 @@ class Receiver:
                 fenced = Message("Refusal", before, 0, "FENCED", incarnation) if before < incarnation else None
                 self._close_wire(self.wire, fenced)
             self.state, self.wire, self.pending = "ready", wire, None
+            if self.served is None and self.answer is not None and self.answer.kind == "Ack":
+                self.decided = self.answer = None  # the model no longer holds that version: it is applied again
             serves = self.served[1] if self.served and self.served[0] == incarnation else 0
             self._say(wire, Message("Hello", incarnation, serves, "", incarnation))
 

@@ -170,6 +170,19 @@ def test_weights_applied_by_hand_are_served_as_no_version(world: World, state: S
     assert worker(world).real.version is None
 
 
+def test_a_version_that_was_written_over_by_hand_is_applied_again_over_a_new_link(world: World) -> None:
+    send_versions(world)
+    world.deliver_all()
+    world.receive(worker(world))
+    world.apply_by_hand(worker(world), world.fresh(fits=True))
+    world.add(trainer(world), 0)
+    for _ in ("the handshake", "the version"):
+        world.deliver_all()
+        world.receive(worker(world))
+        world.compare()
+    assert worker(world).real.version == 1
+
+
 @pytest.mark.parametrize("state", SETUP_OF_STATE)
 def test_a_newer_sender_takes_over(world: World, state: State) -> None:
     SETUP_OF_STATE[state](world)
