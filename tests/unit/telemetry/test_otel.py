@@ -361,6 +361,33 @@ def test_a_call_that_runs_while_the_tracing_is_cancelled_leaves_no_span_open(
     )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        Spans.end,
+        lambda made: made.begin("policy", 2, 0.0),
+        lambda made: made.take(event(EventKind.DISPATCH, 1, worker=1)),
+        lambda made: made.take(event(EventKind.REPLY, 1, outcome=OutcomeKind.APPLIED)),
+        lambda made: made.take(event(EventKind.CLOSED, None, None)),
+    ],
+    ids=["cancelled", "send", "dispatch", "outcome", "closed"],
+)
+def test_each_span_is_kept_or_taken_by_one_thread_at_a_time(
+    exported: Exported, call: Callable[[Spans], object]
+) -> None:
+    made = Spans(exported.provider.get_tracer("test"))
+    made.take(event(EventKind.DISPATCH, 1, trace_context=made.begin("policy", 1, 0.0)))
+    calling = threading.Thread(target=call, args=(made,))
+    with made._lock:  # as another thread holds it in such a call
+        kept = dict(made._sends), dict(made._workers), made._cancelled
+        calling.start()
+        calling.join(0.03)
+        assert calling.is_alive()
+        assert (made._sends, made._workers, made._cancelled) == kept
+    calling.join(PATIENCE)
+    assert not calling.is_alive()
+
+
 def test_without_an_sdk_there_is_no_trace_context_and_nothing_fails() -> None:
     made = Spans(trace.NoOpTracerProvider().get_tracer("test"))
     assert made.begin("policy", 1, 0.0) == ""

@@ -6,7 +6,7 @@ import gc
 import threading
 import urllib.request
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -259,6 +259,28 @@ def test_dropped_events_of_garbage_collected_schemes_are_still_counted(counted: 
 
     assert sample(counted.page(), "weightsync_dropped_events_total") == 1 + 2 + 3
     assert len(counted.metrics._watched) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda counted: counted.metrics.watch(MultiProcessWeightSyncScheme()),
+        Counted.text,
+        lambda counted: counted.metrics.take(event(EventKind.JOINED)),
+    ],
+    ids=["watch", "scrape", "event"],
+)
+def test_metrics_are_read_and_changed_by_one_thread_at_a_time(
+    counted: Counted, call: Callable[[Counted], object]
+) -> None:
+    calling = threading.Thread(target=call, args=(counted,))
+    with counted.metrics._lock:  # as another thread holds it in such a call
+        calling.start()
+        calling.join(0.03)
+        assert calling.is_alive()
+        assert not counted.metrics._watched
+    calling.join(PATIENCE)
+    assert not calling.is_alive()
 
 
 @pytest.mark.parametrize("value", [None, 3, MultiProcessWeightSyncScheme, WeightStrategy()])
