@@ -195,6 +195,8 @@ def test_an_updater_of_no_workers_has_an_empty_report() -> None:
 
     assert report.outcomes == {}
     assert report.version is None
+    with pytest.raises(ConfigurationError, match=r"^unknown worker ids 0: there are none"):
+        Recorder([]).push_weights(worker_ids=0)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

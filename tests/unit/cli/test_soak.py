@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -22,14 +23,14 @@ from fleet import PATIENCE
 from rpc_processes import run_in_own_process
 from typer.testing import CliRunner
 
-from weightsync import ConfigurationError, OutcomeKind
+from weightsync import ConfigurationError, OutcomeKind, TransportError
 from weightsync.cli._app import build
 from weightsync.cli.soak import soak as command
 from weightsync.local_workers import LocalWorker, SchemeName
 from weightsync.soak import run
 from weightsync.soak.members import RpcMembers
 from weightsync.soak.run import WEIGHTS, Action, Soak, Tally, Usage
-from weightsync.soak.worker import SoakModel
+from weightsync.soak.worker import Look, Request, SoakModel, _Worker
 
 
 class EachActionSoak(Soak):
@@ -127,6 +128,22 @@ def test_a_model_with_weights_of_two_versions_is_not_whole() -> None:
     assert not model.is_whole()
     assert sum(parameter.nbytes for parameter in model.parameters()) == 1 << 12
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_a_worker_that_has_lost_its_link_still_answers_its_trainer() -> None:
+    class Unlinked:
+        version = None
+        serving = staticmethod(contextlib.nullcontext)
+
+        def receive(self, timeout: float) -> None:
+            raise TransportError("the link is lost")
+
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        for request in (Request.LOOK, None):
+            ours.send(request)
+        _Worker(Unlinked(), SoakModel(8), theirs).run()  # type: ignore[arg-type]
+        assert ours.recv() == Look(None, 0.0, 1, 0)
 
 
 def test_over_rpc_workers_are_killed_only_while_spare_workers_wait(
