@@ -268,8 +268,19 @@ class Handle:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_an_in_process_engine_gets_unpickled_ipc_handles_and_their_memory_is_freed() -> None:
+def test_an_in_process_engine_gets_unpickled_ipc_handles_and_their_memory_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handle, source = Handle(), large(1.0)
+    update, copied = handle.update_weights, list[Any]()
+
+    def update_weights(request: dict[str, Any]) -> None:
+        assert copied, "the engine reads the copies from another process"
+        copied.clear()
+        update(request)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", copied.append)
+    monkeypatch.setattr(handle, "update_weights", update_weights)
     with scheme_with(VLLMEngine(handle, PosedIPC(), bucket_bytes=30_000), source) as scheme:
         assert scheme.get_sender().send(timeout=PATIENCE).ok
     assert all(torch.equal(handle.weights[name], tensor) for name, tensor in source.state_dict().items())

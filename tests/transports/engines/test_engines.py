@@ -88,11 +88,13 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def test_an_engine_that_answered_every_call_has_applied_the_version_with_call_evidence(world: World) -> None:
-    world.start()
+    engine = world.make(world.server.url)
+    world.start(engine)
     nn.init.normal_(world.source[0].weight)
     outcome = world.outcome()
 
     assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
+    assert engine.awaited == ""
     assert outcome.apply_s > 0
     assert equal(world.server, world.source)
     assert world.server.version == f"{world.sender.incarnation}.1"
@@ -345,9 +347,11 @@ class Handle:
 
 def test_a_vllm_engine_can_be_driven_through_an_in_process_handle() -> None:
     handle, source = Handle(), small(1.0)
-    with scheme_with(VLLMEngine(handle, Inline()), source) as scheme:
+    engine = VLLMEngine(handle, Inline())
+    with scheme_with(engine, source) as scheme:
         outcome = scheme.get_sender().send(timeout=PATIENCE)[0]
         assert (outcome.kind, outcome.evidence) == (OutcomeKind.APPLIED, Evidence.CALL)
+        assert engine.awaited == ""  # as a later report of this engine says
         outcome = scheme.get_sender().send(on_failure="report", timeout=PATIENCE)[0]
         assert outcome.kind is OutcomeKind.LOST
         assert "finish_weight_update() of the vLLM engine Handle raised MemoryError: no room" in outcome.reason
@@ -734,6 +738,7 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
         (lambda: VLLMEngine("http://localhost:1", 3), "is not a Carrier"),
         (lambda: VLLMEngine(object(), Inline()), "has no init_weight_transfer_engine"),
         (lambda: VLLMEngine("http://localhost:1", Inline(), pause="doze"), "doze"),
+        (lambda: SGLangEngine("http://localhost:1", headers=[("a", "b")]), "headers= is of type list: give a dict"),
         (lambda: SGLangEngine("http://localhost:1", tp_size=0), "tp_size= is 0"),
         (lambda: SGLangEngine("http://localhost:1", tp_size="2"), "tp_size= is '2'"),
         (lambda: EngineWeightSyncScheme().init_on_sender("policy", model=small(1.0)), "needs engines="),
