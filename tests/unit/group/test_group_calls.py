@@ -12,7 +12,7 @@ import group_workers as workers
 import pytest
 from group_worlds import Make
 
-from weightsync import StateError
+from weightsync import ResultTimeoutError, StateError
 from weightsync.group.calls import Calls, ClosedMeanwhile, in_one_thread
 from weightsync.protocol._tables import State
 
@@ -131,3 +131,14 @@ def test_a_group_can_be_closed_while_another_thread_waits_for_results(make: Make
         with pytest.raises(StateError, match=r"results\(\): the group has ended its workers"):
             waiting.result(60)
         assert not group.processes
+
+
+def test_the_trainer_sleeps_while_it_waits_for_results(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(workers.put_nothing) as group:
+        looks, look = [], group._members.pump
+        monkeypatch.setattr(group._members, "pump", lambda: looks.append(look()))
+        with pytest.raises(ResultTimeoutError):
+            next(group.results(timeout=0.3))
+        group.close(timeout=0)
+
+    assert len(looks) < 30

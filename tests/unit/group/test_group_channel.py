@@ -81,6 +81,19 @@ def test_only_invited_workers_are_admitted_and_only_once(
         worker.close()
 
 
+def test_a_token_that_arrives_in_pieces_is_read_to_its_end_and_no_further(reception: ChannelListener) -> None:
+    invitation, end = reception.expect()
+    sock = socket.create_connection((invitation.host, invitation.port))
+    with contextlib.closing(WorkerEnd(sock, capacity=1)) as worker:
+        sock.sendall(invitation.proof[:5])
+        admit(reception, until=lambda: any(stranger.shown for stranger in reception._strangers))
+        sock.sendall(invitation.proof[5:])
+        worker.put("here", lambda: (3,))
+        admit(reception, until=lambda: end.attached)
+        assert results_of(end, 1) == [Put((3,), pickle.dumps("here", pickle.HIGHEST_PROTOCOL))]
+        end.close()
+
+
 def test_a_worker_whose_life_was_given_up_is_not_admitted(reception: ChannelListener) -> None:
     invitation, end = reception.expect()
     end.close()
@@ -360,6 +373,8 @@ def test_held_and_released_messages_never_wait_for_the_trainer() -> None:
     putting.join(60)
     assert len(result.pickled) > 1 << 24
     end.close()
+    with pytest.raises(SenderClosed, match="the trainer has closed its worker group"):
+        worker.mention(Held())
     worker.close()
 
 

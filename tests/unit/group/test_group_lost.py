@@ -19,15 +19,19 @@ from torch import nn
 from weightsync import (
     ConfigurationError,
     EventKind,
+    Evidence,
+    Outcome,
     OutcomeKind,
     StateError,
     SyncEvent,
     SyncReport,
     SyncRole,
+    TransportError,
     WorkerFailedError,
     WorkerGroup,
 )
 from weightsync.clock import Deadline
+from weightsync.group.sending import failed_for_running_workers
 from weightsync.protocol.sender import LinkState
 from weightsync.telemetry.prometheus import Metrics
 
@@ -87,6 +91,17 @@ def test_an_update_that_waits_for_the_previous_one_is_announced_even_if_a_worker
         assert report[0].kind is OutcomeKind.LOST
 
 
+def test_a_report_of_an_update_that_waited_tells_whether_the_previous_one_failed() -> None:
+    def report(kind: OutcomeKind, previous: SyncReport | None = None) -> SyncReport:
+        outcome = Outcome(kind=kind, evidence=Evidence.ANSWER)
+        return SyncReport(model_id="policy", version=1, incarnation=1, outcomes={0: outcome}, previous=previous)
+
+    failed = [OutcomeKind.REFUSED, OutcomeKind.TIMED_OUT]
+    for kind in (OutcomeKind.APPLIED, OutcomeKind.LOST, *failed):
+        waited = report(OutcomeKind.APPLIED, report(OutcomeKind.APPLIED, report(kind)))
+        assert failed_for_running_workers(waited) is (kind in failed)
+
+
 def test_send_and_wait_async_raise_if_all_workers_died_without_restarts(make: Make) -> None:
     with make(workers.act, 1) as group:
         next(group.results())
@@ -95,6 +110,20 @@ def test_send_and_wait_async_raise_if_all_workers_died_without_restarts(make: Ma
         for waits in (group.wait_async, group.send):
             with pytest.raises(WorkerFailedError, match="SIGKILL"):
                 waits()
+
+
+def test_each_failed_worker_leaves_the_sender_when_its_failure_is_raised(make: Make) -> None:
+    with make(workers.act, 2) as group:
+        next(group.results())
+        kill_all(group)
+        while len(group.failures) < 2:
+            group._members.pump()
+        for left in (1, 0):
+            with pytest.raises(WorkerFailedError, match="SIGKILL"):
+                for _ in group.results():
+                    pass
+            assert set(group.sender.worker_ids) == {error.worker for error in group._members.unreported}
+            assert len(group.sender.worker_ids) == left
 
 
 def a_minute_passes_during_a_send(group: WorkerGroup) -> AbstractContextManager[None]:
@@ -142,6 +171,28 @@ def test_each_restart_is_counted_and_is_an_event_with_its_reason(make: Make) -> 
     }
     page = {(s.name, *s.labels.values()): s.value for family in registry.collect() for s in family.samples}
     assert [page["weightsync_restarts_total", "policy", each] for each in "01"] == [1.0, 1.0]
+
+
+def test_a_restart_whose_link_cannot_be_made_ends_its_process_and_is_a_failure_with_the_reason(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise TransportError("no more links")
+
+    with make(workers.act, 1, max_restarts=1, restart_delay=0.0) as group:
+        next(group.results())
+        launched, launch = [], group._launcher.launch
+        monkeypatch.setattr(group._launcher, "launch", lambda *given: launched.append(launch(*given)) or launched[-1])
+        monkeypatch.setattr(group.sender, "add_worker", refuse)
+        group.processes[0].kill()
+        with pytest.raises(WorkerFailedError, match=r"could not be started again \(TransportError: no more links\)"):
+            for _ in group.results():
+                pass
+        [(running, _, process)] = launched
+        assert running.process.dead
+        assert running.channel.ended
+        with pytest.raises(ValueError, match="closed"):
+            process.is_alive()
 
 
 @pytest.mark.parametrize("make_over", [RANKS], indirect=True)

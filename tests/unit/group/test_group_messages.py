@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +14,19 @@ import group_workers as workers
 import pytest
 from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
 
-from weightsync import AckTimeoutError, OutcomeKind, StateError, WorkerFailedError, WorkerGroup
+from weightsync import (
+    AckTimeoutError,
+    OutcomeKind,
+    SharedMemWeightSyncScheme,
+    StateError,
+    WorkerFailedError,
+    WorkerGroup,
+)
 from weightsync.clock import Deadline
 from weightsync.engine.sender import WeightSender
+from weightsync.group.channel import WorkerEnd
 from weightsync.group.members import Member, Members
+from weightsync.group.worker import _report
 from weightsync.protocol.sender import LinkState
 
 #: Methods that a group does not have.
@@ -173,3 +184,12 @@ def test_errors_of_a_group_that_was_not_started_or_has_ended_say_what_to_do(make
     group.close()
     with pytest.raises(StateError, match=r"Make a new WorkerGroup"):
         group.send()
+
+
+def test_the_error_of_a_worker_whose_trainer_is_gone_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    near, far = socket.socketpair()
+    near.close()
+    with contextlib.closing(WorkerEnd(far, 1)) as channel:
+        _report(ValueError("a pole fell"), SharedMemWeightSyncScheme(), channel)
+
+    assert "ValueError: a pole fell" in capsys.readouterr().err

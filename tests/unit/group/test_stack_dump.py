@@ -67,3 +67,11 @@ def test_the_partial_stack_of_a_process_that_dies_while_writing_is_reported(
 ) -> None:
     assert answering(HEAD).place == "it was at line 7 of /app/train.py, in rollout"
     assert answering(HEAD[:1]) == StackDump()
+
+
+def test_the_rest_of_a_stack_that_never_comes_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_dump, "_PATIENCE", 0.01)
+    ours, theirs = Pipe(duplex=False)
+    with ours, theirs, _on_signal(lambda: None):
+        os.write(theirs.fileno(), b"".join(HEAD))
+        assert request(os.getpid(), ours).stack == b"".join(HEAD).decode().strip()
