@@ -176,6 +176,12 @@ def test_empty_or_unknown_worker_ids_are_a_value_error(given: Any) -> None:
     assert updater.log == []
 
 
+def test_the_error_for_an_unknown_worker_id_names_those_that_there_are() -> None:
+    for updater, those in ((Recorder([0, 1]), "0, 1"), (Recorder([]), "none")):
+        with pytest.raises(ConfigurationError, match=rf"^unknown worker ids 3: there are {those}\. Nothing was pushed"):
+            updater.push_weights(worker_ids=3)
+
+
 @pytest.mark.parametrize("given", [None, [0], 0])
 @pytest.mark.parametrize("ids", [2, "01"])
 def test_all_worker_ids_that_returns_no_list_is_named_in_the_error(ids: Any, given: Any) -> None:
@@ -195,8 +201,14 @@ def test_an_updater_of_no_workers_has_an_empty_report() -> None:
 
     assert report.outcomes == {}
     assert report.version is None
-    with pytest.raises(ConfigurationError, match=r"^unknown worker ids 0: there are none"):
-        Recorder([]).push_weights(worker_ids=0)
+
+
+def test_workers_whose_ids_are_devices_and_numbers_are_told_apart() -> None:
+    updater = Recorder([torch.device("meta"), 0, 1])
+
+    for worker in (torch.device("meta"), 0, 1):
+        assert kinds(updater.push_weights(worker_ids=worker)) == {worker: APPLIED}
+    assert len(kinds(updater.push_weights())) == 3
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -292,6 +304,7 @@ def test_a_lost_worker_is_called_again_by_the_next_push() -> None:
     updater.does.clear()
 
     assert kinds(updater.push_weights()) == {0: APPLIED, 1: APPLIED}
+    assert len(updater._pushes._sender.workers) == 2  # its former links are forgotten
 
 
 def test_each_push_to_only_lost_workers_raises_with_a_report() -> None:

@@ -272,7 +272,7 @@ def test_an_in_process_engine_gets_unpickled_ipc_handles_and_their_memory_is_fre
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handle, source = Handle(), large(1.0)
-    update, copied = handle.update_weights, list[Any]()
+    update, copied, freed = handle.update_weights, list[Any](), list[bool]()
 
     def update_weights(request: dict[str, Any]) -> None:
         assert copied, "the engine reads the copies from another process"
@@ -280,11 +280,13 @@ def test_an_in_process_engine_gets_unpickled_ipc_handles_and_their_memory_is_fre
         update(request)
 
     monkeypatch.setattr(torch.cuda, "synchronize", copied.append)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: freed.append(MEMORY == {}))
     monkeypatch.setattr(handle, "update_weights", update_weights)
     with scheme_with(VLLMEngine(handle, PosedIPC(), bucket_bytes=30_000), source) as scheme:
         assert scheme.get_sender().send(timeout=PATIENCE).ok
     assert all(torch.equal(handle.weights[name], tensor) for name, tensor in source.state_dict().items())
     assert dict(MEMORY) == {}
+    assert freed == [True]
 
 
 @pytest.mark.usefixtures("cuda")

@@ -31,7 +31,7 @@ from weightsync import (
     WorkerLostError,
 )
 from weightsync.clock import Deadline
-from weightsync.schemes.engines import client
+from weightsync.schemes.engines import client, http
 from weightsync.schemes.engines.carrier import call_while_carrying
 from weightsync.schemes.engines.client import Engine, group_into_buckets
 
@@ -255,6 +255,7 @@ def test_vllm_is_initialised_once_and_gets_all_phases_of_each_version(server: En
     each = ["pause?mode=keep", *phases, "reset_prefix_cache", "resume"]
     assert server.calls == ["init_weight_transfer_engine", *each, *each]
     assert server.bodies["init_weight_transfer_engine"] == [{"init_info": {"backend": "inline"}}]
+    assert server.bodies["start_weight_update"] == [{"is_checkpoint_format": True}] * 2
 
 
 @pytest.mark.parametrize(("pause", "resets"), [("keep", 1), (None, 1), ("abort", 0), ("wait", 0)])
@@ -716,6 +717,12 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
     other.load_state_dict(server.weights)
     tokens = torch.arange(8)[None]
     assert torch.equal(other(tokens).logits, model.bfloat16()(tokens).logits)
+
+
+def test_of_a_long_answer_only_the_beginning_is_read(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_MAX_ANSWER_NBYTES", 8)
+    server.plan["flush_cache"] = ["garbage"]
+    assert len(http.HttpCalls(server.url).post("flush_cache")) == 8
 
 
 # -------------------------------------------------------------------------------------------------- arguments

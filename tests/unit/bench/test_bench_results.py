@@ -268,6 +268,14 @@ def test_absolute_times_are_compared_although_another_floor_is_noisy() -> None:
     assert of_memcpy.change is Change.SAME
 
 
+def test_contenders_whose_floor_one_run_lacks_are_compared_by_their_times() -> None:
+    with_floor, without = case(floor(Floor.MEMCPY, 40), took(SHARED, 44)), case(took(SHARED, 88))
+
+    for first, second, factor in ((with_floor, without, 2.0), (without, with_floor, 0.5), (without, without, 1.0)):
+        (found,) = compare(results(first), results(second))
+        assert (found.in_floors, found.factor) == (False, pytest.approx(factor))
+
+
 # -------------------------------------------------------------------------------------------------- settings
 
 
