@@ -298,6 +298,12 @@ def test_the_exported_memory_is_freed_when_an_engine_fails(server: EngineServer)
         assert dict(MEMORY) == {}
 
 
+@pytest.mark.usefixtures("cuda")
+def test_an_ipc_carrier_copies_to_the_gpus_that_it_is_given() -> None:
+    assert VLLMIPCCarrier(["cuda:1", 0])._devices == [torch.device("cuda:1"), torch.device("cuda:0")]
+    assert VLLMIPCCarrier()._devices == [torch.device("cuda:0")]
+
+
 # ------------------------------------------------------------------------------------ missing devices and packages
 
 

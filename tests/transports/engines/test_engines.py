@@ -9,7 +9,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.client import IncompleteRead
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from weightsync import (
     EngineWeightSyncScheme,
     Evidence,
     OutcomeKind,
+    PartlyLoadedError,
     SGLangEngine,
     VLLMEngine,
     WorkerLostError,
@@ -151,6 +154,17 @@ def test_close_ends_a_stalled_call_with_its_thread_and_its_socket(world: World) 
     world.scheme.close()
     assert world.server.hung_up.wait(PATIENCE)
     assert open_sockets_and_threads()[1] == []
+
+
+def test_an_engine_may_take_longer_to_answer_than_to_connect(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "CONNECT_SECONDS", 0.3)
+    world.start()
+    world.server.plan[world.update] = ["stall"]
+    world.sender.send_async()
+    assert world.server.stalled.wait(PATIENCE)
+    assert not world.server.hung_up.wait(0.4)
+    world.server.release()
+    assert world.sender.wait_async(timeout=PATIENCE).ok
 
 
 def test_close_during_a_load_logs_the_state_of_the_engine(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,6 +372,20 @@ def test_a_vllm_engine_can_be_driven_through_an_in_process_handle() -> None:
         assert "finish_weight_update() of the vLLM engine Handle raised MemoryError: no room" in outcome.reason
     assert handle.calls == ["init {'backend': 'inline'}", "start", "start"]
     assert set(handle.names) == set(source.state_dict())
+
+
+def test_an_in_process_handle_gets_no_call_after_its_link_was_closed_until_there_is_another() -> None:
+    handle = Handle()
+    engine = VLLMEngine(handle, Inline())
+    engine.open()
+    engine.abort()
+    with pytest.raises(PartlyLoadedError, match=r"init_weight_transfer_engine.* the link was closed"):
+        engine.load(iter([[("weight", torch.ones(2))]]), "1.1")
+    assert handle.calls == []
+
+    engine.open()
+    engine.load(iter([[("weight", torch.ones(2))]]), "1.2")
+    assert handle.names == ["weight"]
 
 
 class FailsToFree(Inline):
@@ -719,10 +747,21 @@ def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> Non
     assert torch.equal(other(tokens).logits, model.bfloat16()(tokens).logits)
 
 
-def test_of_a_long_answer_only_the_beginning_is_read(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_long_answer_only_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_MAX_ANSWER_NBYTES", 8)
-    server.plan["flush_cache"] = ["garbage"]
-    assert len(http.HttpCalls(server.url).post("flush_cache")) == 8
+    long: Any = SimpleNamespace(read=bytes, length=12)
+    broken: Any = SimpleNamespace(read=lambda _: b"half", length=4)
+    assert http._read(long) == bytes(8)
+    with pytest.raises(IncompleteRead):
+        http._read(broken)
+
+
+@pytest.mark.parametrize("answer", [None, {}, {"success": "perhaps"}])
+def test_an_update_that_sglang_does_not_confirm_has_failed(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    engine = SGLangEngine("http://localhost:1", pause=None, flush_cache=False)
+    monkeypatch.setattr(engine._calls, "command", lambda *_: answer)
+    with pytest.raises(PartlyLoadedError, match=r"update_weights_from_tensor was answered"):
+        engine.load(iter([[("weight", torch.ones(2))]]), "1.1")
 
 
 # -------------------------------------------------------------------------------------------------- arguments

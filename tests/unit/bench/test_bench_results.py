@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,6 +275,15 @@ def test_contenders_whose_floor_one_run_lacks_are_compared_by_their_times() -> N
     for first, second, factor in ((with_floor, without, 2.0), (without, with_floor, 0.5), (without, without, 1.0)):
         (found,) = compare(results(first), results(second))
         assert (found.in_floors, found.factor) == (False, pytest.approx(factor))
+
+
+def test_runs_are_compared_by_the_larger_of_their_limits_of_noise() -> None:
+    first, second = (results(case(floor(Floor.MEMCPY, 40, 0.3), took(SHARED, time))) for time in (44, 440))
+    tolerant = replace(second, noise_limit=0.5)
+
+    changes = [compare(*pair)[1].change for pair in ((first, second), (first, tolerant), (tolerant, first))]
+
+    assert changes == [Change.NOISY, Change.SLOWER, Change.FASTER]
 
 
 # -------------------------------------------------------------------------------------------------- settings

@@ -367,10 +367,11 @@ def test_a_call_that_runs_while_the_tracing_is_cancelled_leaves_no_span_open(
         Spans.end,
         lambda made: made.begin("policy", 2, 0.0),
         lambda made: made.take(event(EventKind.DISPATCH, 1, worker=1)),
+        lambda made: made._keep(1, made._workers[0]),
         lambda made: made.take(event(EventKind.REPLY, 1, outcome=OutcomeKind.APPLIED)),
         lambda made: made.take(event(EventKind.CLOSED, None, None)),
     ],
-    ids=["cancelled", "send", "dispatch", "outcome", "closed"],
+    ids=["cancelled", "send", "dispatch", "kept", "outcome", "closed"],
 )
 def test_each_span_is_kept_or_taken_by_one_thread_at_a_time(
     exported: Exported, call: Callable[[Spans], object]
