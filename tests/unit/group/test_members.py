@@ -179,6 +179,16 @@ def test_a_link_without_a_descriptor_is_polled_periodically(link: Link, monkeypa
     assert naps == [101.0] * 2  # milliseconds
 
 
+def test_a_wait_ends_when_a_restart_is_due(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = started(lives, restart_delay=0.25)
+    lives.processes[-1].kill()
+    assert member.died() is not None
+    naps: list[float] = []
+    monkeypatch.setattr("select.poll", lambda: Poller(naps))
+    Members({0: member}, lambda: None).wait(Deadline(None))
+    assert 1.0 <= naps[0] <= 251.0  # milliseconds
+
+
 def test_a_worker_that_puts_no_result_within_its_deadline_is_killed(clock: FakeClock, lives: Lives) -> None:
     member = started(lives, capacity=2)
     says(member, lives, Started())

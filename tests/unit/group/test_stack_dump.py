@@ -75,3 +75,13 @@ def test_the_rest_of_a_stack_that_never_comes_is_not_awaited(monkeypatch: pytest
     with ours, theirs, _on_signal(lambda: None):
         os.write(theirs.fileno(), b"".join(HEAD))
         assert request(os.getpid(), ours).stack == b"".join(HEAD).decode().strip()
+
+
+def test_the_place_is_the_innermost_line_that_is_not_the_packages() -> None:
+    ours = f'  File "{stack_dump._PACKAGE_FOLDER}group/channel.py", line 5 in put\n'
+    theirs = '  File "/app/train.py", line 7 in rollout\n'
+    for stack, place in (
+        (ours + theirs, "line 7 of /app/train.py, in rollout"),
+        (ours, f"line 5 of {stack_dump._PACKAGE_FOLDER}group/channel.py, in put"),
+    ):
+        assert stack_dump._parse_dump(stack).place == f"it was at {place}"
