@@ -460,6 +460,20 @@ def test_an_unresponsive_worker_gets_at_most_two_calls_and_later_the_newest_weig
     assert [constant(entry[2]) for entry in updater.log if entry[0] == "sync"] == [{1.0}, {2.0}, {4.0}]
 
 
+def test_a_call_that_waits_for_earlier_ones_is_not_made_once_its_push_has_ended() -> None:
+    pending = Pending()
+    updater = Recorder([0], worker_0=pending)
+    for fill in (1.0, 2.0, 3.0):
+        with pytest.raises(AckTimeoutError):
+            updater.push_weights(weights(fill), timeout=0.01)
+    updater.does.clear()
+    for future in pending.futures:
+        resolve(future)
+
+    assert updater.push_weights(weights(4.0), timeout=30).ok
+    assert [constant(entry[2]) for entry in updater.log if entry[0] == "sync"] == [{1.0}, {2.0}, {4.0}]
+
+
 def test_the_next_push_first_waits_for_a_push_whose_wait_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = Pending()
     updater = Recorder([0], worker_0=pending)

@@ -616,6 +616,7 @@ def test_a_group_whose_start_fails_leaves_no_processes(make: Make) -> None:
         (10**9, {}, "num_workers= is 1000000000: there are at most"),
         (1, {"scheme": "shm"}, "scheme= is 'shm': .*RayWeightSyncScheme or DistributedWeightSyncScheme, which"),
         (1, {"names": []}, "names="),
+        (1, {"names": 3}, "names= is 3"),
         (1, {"check_finite": "no"}, "check_finite"),
     ],
 )

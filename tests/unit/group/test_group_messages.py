@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
 
 from weightsync import (
     AckTimeoutError,
+    MultiProcessWeightSyncScheme,
     OutcomeKind,
     SharedMemWeightSyncScheme,
     StateError,
@@ -26,7 +28,9 @@ from weightsync.clock import Deadline
 from weightsync.engine.sender import WeightSender
 from weightsync.group.channel import WorkerEnd
 from weightsync.group.members import Member, Members
-from weightsync.group.worker import _report
+from weightsync.group.steps import Staleness
+from weightsync.group.worker import InheritedChannel, Job, Plan, _report, live
+from weightsync.options import OnStale
 from weightsync.protocol.sender import LinkState
 
 #: Methods that a group does not have.
@@ -184,6 +188,18 @@ def test_errors_of_a_group_that_was_not_started_or_has_ended_say_what_to_do(make
     group.close()
     with pytest.raises(StateError, match=r"Make a new WorkerGroup"):
         group.send()
+
+
+def test_a_worker_that_is_sent_no_first_version_in_time_ends_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TIMEOUT", "0.01")
+    (link, far_link), (near, far) = multiprocessing.Pipe(), socket.socketpair()
+    plan = Plan(workers.must_not_be_called, workers.policy, "policy", 1, Staleness(None, OnStale.BLOCK), None)
+    scheme = MultiProcessWeightSyncScheme()
+    with link, far_link, near:
+        error = live(Job(plan, 0, 0, scheme, {"pipe": far_link}, InheritedChannel(far), None))
+
+    assert isinstance(error, AckTimeoutError)
+    assert "sent this worker no first version of 'policy' in time: it sends one while it is inside" in str(error)
 
 
 def test_the_error_of_a_worker_whose_trainer_is_gone_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import pickle
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +168,12 @@ def test_data_on_a_link_ends_a_wait_and_drives_the_sender() -> None:
         assert feed.drives == 1
 
 
+def test_a_worker_that_has_served_nothing_failed_without_a_version() -> None:
+    feed, members = members_with_link(Link())
+    feed.workers = {0: SimpleNamespace(served=0), 1: SimpleNamespace(served=3)}
+    assert [members._served(index) for index in range(3)] == [None, 3, None]
+
+
 @pytest.mark.parametrize("link", [Link(), Link(fails=True)])
 def test_a_link_without_a_descriptor_is_polled_periodically(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, members = members_with_link(link)
@@ -212,6 +219,18 @@ def test_time_that_a_worker_waits_for_room_does_not_count_toward_its_deadline(cl
     for _ in range(5):
         clock.advance(11.0)
         member.do_what_is_due()
+    assert not member.dead
+
+
+def test_the_deadline_of_a_worker_that_waited_for_room_counts_from_when_its_result_is_taken(
+    clock: FakeClock, lives: Lives
+) -> None:
+    member = started(lives)
+    lives.channels[-1].frames += [Started(), Put((1,), b"")]
+    (result,) = member.read()
+    clock.advance(11.0)
+    member.take(result)
+    member.do_what_is_due()
     assert not member.dead
 
 
