@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +200,13 @@ def test_a_send_of_a_carrier_without_a_process_group_raises() -> None:
     carrier = VLLMNCCLCarrier(2, device="cpu")
     with pytest.raises(ConnectionError, match=r"process group with the engine was aborted"):
         carrier.send([("a", torch.ones(1))])
+
+
+def test_a_broadcast_of_a_group_that_is_given_up_raises_even_if_its_end_would_never_come() -> None:
+    given_up, endless = threading.Event(), SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
+    given_up.set()
+    with pytest.raises(ConnectionError, match="the link was closed, during a broadcast"):
+        SGLangNCCLCarrier(2, device="cpu", backend="gloo")._wait_until_sent([endless], given_up)
 
 
 def test_a_group_that_is_joined_after_give_up_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def test_over_rpc_workers_are_killed_only_while_spare_workers_wait(
     soak._next_action()
 
     assert [Action.KILL in each for each in chosen] == [False, True]
+    assert [len(each) for each in chosen] == [len(Action) - 1, len(Action)]
 
 
 @pytest.mark.parametrize("seed", range(5))

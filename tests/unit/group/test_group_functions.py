@@ -220,3 +220,17 @@ def test_a_coroutine_that_is_refused_is_closed() -> None:
         function.require_ran(act_async, made)
     with pytest.raises(RuntimeError, match="cannot reuse"):
         asyncio.run(made)
+
+
+class WithoutSignature:
+    """A function whose signature Python cannot tell, as that of some builtins."""
+
+    __signature__ = "unknown"
+
+    def __call__(self, worker: Worker) -> None:
+        """Do nothing."""
+
+
+def test_a_function_whose_signature_is_unknown_is_accepted() -> None:
+    run = WithoutSignature()
+    assert function.require_run(run) is run

@@ -17,7 +17,7 @@ from weightsync.errors import GIVE_RESTARTS, ConfigurationError, WorkerFailedErr
 from weightsync.group import members as members_module
 from weightsync.group.advice import too_late
 from weightsync.group.channel import Failed, Finished, Frame, Held, Put, Released, Started
-from weightsync.group.members import Member, Members, MemberState, Rules, Running
+from weightsync.group.members import Member, Members, MemberState, Rules, Running, UntakenResult
 from weightsync.group.ranks import RankLauncher
 from weightsync.group.stack_dump import StackDump
 from weightsync.testing import FakeClock
@@ -383,6 +383,14 @@ def test_a_result_of_a_former_life_makes_no_room_in_the_new_channel(clock: FakeC
     assert (lives.channels[1].room, member.untaken) == (0, 1)
     member.take(latter)
     assert (lives.channels[1].room, member.untaken) == (1, 0)
+
+
+def test_a_result_that_was_counted_as_taken_makes_no_room_after_its_worker_has_died(lives: Lives) -> None:
+    member = started(lives)
+    lives.processes[-1].kill()
+    member.died()
+    member.take(UntakenResult(member, None, Put((1,), b"")))
+    assert (member.untaken, lives.channels[-1].room) == (0, 0)
 
 
 def test_a_stopped_worker_is_told_to_stop_once_and_not_restarted(clock: FakeClock, lives: Lives) -> None:

@@ -248,6 +248,24 @@ def test_watching_a_scheme_again_returns_the_same_subscription(
     assert counted.metrics.watch(scheme) is not watched
 
 
+def test_a_scheme_that_two_threads_watch_at_once_is_counted_once(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = MultiProcessWeightSyncScheme()
+    subscribe = scheme.on_event
+    others: list[Any] = []
+
+    def on_event(callback: Callable[[SyncEvent], object]) -> Any:
+        others.append(subscribe(callback))  # the other thread was faster
+        return subscribe(callback)
+
+    monkeypatch.setattr(scheme, "on_event", on_event)
+    assert [counted.metrics.watch(scheme)] == others
+    scheme.emit(event(EventKind.DISPATCH, 1, nbytes=5))
+    scheme.close()  # afterwards all callbacks have run
+    assert sample(counted.page(), "weightsync_bytes_total", model="policy") == 5
+
+
 def test_dropped_events_of_garbage_collected_schemes_are_still_counted(counted: Counted) -> None:
     for count in range(1, 4):
         events = counted.metrics.watch(MultiProcessWeightSyncScheme())._events
