@@ -731,6 +731,25 @@ def test_a_carrier_transfers_the_tensors_to_sglang(server: EngineServer) -> None
 # --------------------------------------------------------------------------------------------- a language model
 
 
+@pytest.mark.parametrize(
+    ("make", "joins"),
+    [
+        (lambda server: VLLMEngine(server.url, Inline()), "init_weight_transfer_engine"),
+        (lambda server: SGLangEngine(server.url, Beside(server)), "init_weights_update_group"),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_an_engine_that_could_not_join_the_carriers_group_joins_before_the_next_version(
+    make: Callable[[EngineServer], Engine], joins: str, server: EngineServer
+) -> None:
+    server.plan[joins] = [500]
+    with scheme_with(make(server), small(1.0)) as scheme:
+        sender = scheme.get_sender()
+        kinds = [sender.send(on_failure="report", timeout=PATIENCE)[0].kind for _ in range(3)]
+    assert kinds == [OutcomeKind.REFUSED, OutcomeKind.APPLIED, OutcomeKind.APPLIED]
+    assert server.calls.count(joins) == 2
+
+
 def test_a_language_model_arrives_whole_in_bfloat16(server: EngineServer) -> None:
     require_modules("transformers", what="A LANGUAGE MODEL", extra="dev")
     import transformers  # noqa: PLC0415 - its import takes seconds

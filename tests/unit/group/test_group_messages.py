@@ -18,16 +18,19 @@ from group_worlds import PIPES, RANKS, RAY, SHARED, Make, await_results
 from weightsync import (
     AckTimeoutError,
     MultiProcessWeightSyncScheme,
+    Outcome,
     OutcomeKind,
     SharedMemWeightSyncScheme,
     StateError,
+    SyncReport,
     WorkerFailedError,
     WorkerGroup,
 )
 from weightsync.clock import Deadline
 from weightsync.engine.sender import WeightSender
+from weightsync.group.advice import reword_report
 from weightsync.group.channel import WorkerEnd
-from weightsync.group.members import Member, Members
+from weightsync.group.members import Member, Members, MemberState, Rules
 from weightsync.group.steps import Staleness
 from weightsync.group.worker import InheritedChannel, Job, Plan, _report, live
 from weightsync.options import OnStale
@@ -157,6 +160,21 @@ def test_the_timeout_of_a_groups_send_advises_only_methods_of_the_group(make: Ma
             group.send_async(on_pending="raise")
         assert FOREIGN_METHODS.findall(str(refused.value)) == []
         assert "version 2 still awaits worker 0. Call wait_async(), or leave out on_pending=" in str(refused.value)
+
+
+def test_only_a_worker_that_timed_out_as_it_started_is_said_to_be_starting() -> None:
+    unused: Any = None
+    member = Member(0, Rules(1, 0, 1.0, None), unused)
+    members = Members({0: member}, lambda: None)
+    timed_out, applied = (Outcome(kind=kind, reason="late") for kind in (OutcomeKind.TIMED_OUT, OutcomeKind.APPLIED))
+    for state, outcome, reason in (
+        (MemberState.RUNNING, timed_out, "late"),
+        (MemberState.STARTING, applied, "late"),
+        (MemberState.STARTING, timed_out, "it has been starting for"),
+    ):
+        member.state = state
+        report = SyncReport(model_id="policy", version=1, incarnation=1, outcomes={0: outcome})
+        assert reword_report(report, members, unused)[0].reason.startswith(reason)
 
 
 def test_wait_async_without_an_outstanding_update_raises_with_advice(make: Make) -> None:
