@@ -34,7 +34,7 @@ from weightsync import (
 )
 from weightsync.group import process as group_process
 from weightsync.group.actors import ActorLauncher
-from weightsync.group.launcher import GroupArguments
+from weightsync.group.launcher import AtExit, GroupArguments
 from weightsync.group.process import ProcessLauncher
 from weightsync.group.steps import Staleness
 
@@ -253,3 +253,14 @@ def test_a_process_that_the_system_refuses_to_start_raises_transport_error(
     monkeypatch.setattr(group_process, "WorkerProcess", refused)
     with pytest.raises(TransportError, match=f"^worker 0 cannot be started: {said}"):
         make(workers.act).start()
+
+
+def test_what_a_group_does_at_exit_is_also_a_finalizer_of_multiprocessing_until_it_is_cancelled() -> None:
+    at_exit = AtExit(lambda: None)
+    at_exit.cancel()  # nothing is registered yet
+    at_exit.register()
+    finalizer = at_exit._finalizer
+    assert finalizer is not None
+    assert finalizer.still_active()
+    at_exit.cancel()
+    assert not finalizer.still_active()

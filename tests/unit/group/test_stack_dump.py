@@ -85,3 +85,14 @@ def test_the_place_is_the_innermost_line_that_is_not_the_packages() -> None:
         (ours, f"line 5 of {stack_dump._PACKAGE_FOLDER}group/channel.py, in put"),
     ):
         assert stack_dump._parse_dump(stack).place == f"it was at {place}"
+
+
+def test_of_a_process_that_dies_as_it_is_asked_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: int) -> None:
+        raise ProcessLookupError
+
+    ours, theirs = Pipe(duplex=False)
+    with ours, theirs, monkeypatch.context() as patched:
+        patched.setattr(stack_dump, "_catches_signal", lambda _: True)
+        patched.setattr(os, "kill", kill)
+        assert request(os.getpid(), ours) == StackDump()
