@@ -180,7 +180,7 @@ class Applier:
         try:
             if fake_mode() is not None:
                 raise refusing_fake_mode()
-            named = self.verified(pending)
+            ack_digest = self.verified(pending)
             in_slot = pending.slot is not None
             staged = target.stage(pending.layout, self._payload_to_stage(pending), pending.update.extras, in_slot)
             if isinstance(pending.slot, Mapping) and pending.slot.pinnable and (device := target.device) is not None:
@@ -189,7 +189,7 @@ class Applier:
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
             self.refuse_for(pending, error)
             return False
-        self._served.staged = StagedVersion(pending, staged, named, stopwatch.seconds)
+        self._served.staged = StagedVersion(pending, staged, ack_digest, stopwatch.seconds)
         return True
 
     def _payload_to_stage(self, pending: Pending) -> memoryview | DeviceMemory:
@@ -210,12 +210,12 @@ class Applier:
             FunctionalCallError: other tensors are in the places of the parameters, and a background reader is to wait;
                 nothing has changed.
         """
-        ready = self._served.staged
-        if ready is None or ready.pending is not self._driver.pending:
+        staged_version = self._served.staged
+        if staged_version is None or staged_version.pending is not self._driver.pending:
             if not self._stage(target):
                 return False
-            ready = self._served.staged
-        assert ready is not None
+            staged_version = self._served.staged
+        assert staged_version is not None
         stopwatch = Stopwatch()
         try:
             if fake_mode() is not None:
@@ -226,20 +226,20 @@ class Applier:
             if self._served.shared is not None:
                 self._served.unshare()
             if get_eval_frame_callback() is None:
-                target.swap(ready.staged)
+                target.swap(staged_version.staged)
             else:
-                _swap_uncompiled(target, ready.staged)
+                _swap_uncompiled(target, staged_version.staged)
         except SwapBroken as error:
-            raise self._close_on_broken_swap(ready, error, traceback.format_exc()) from error
+            raise self._close_on_broken_swap(staged_version, error, traceback.format_exc()) from error
         except FunctionalCallError:
             raise
         except Exception as error:  # noqa: BLE001 - the refusal carries whatever a user's hook raised
-            self.refuse_for(ready.pending, error)
+            self.refuse_for(staged_version.pending, error)
             return False
         self._served.staged = None
-        self._previous_slot, self._slot = self._slot, self._slot_reference(ready.pending.slot)
-        self._served.applied, self._served.layout = ready.pending.update.digest, ready.pending.layout
-        ack = self._ack(ready.pending, ready.digest, ready.seconds + stopwatch.seconds)
+        self._previous_slot, self._slot = self._slot, self._slot_reference(staged_version.pending.slot)
+        self._served.applied, self._served.layout = staged_version.pending.update.digest, staged_version.pending.layout
+        ack = self._ack(staged_version.pending, staged_version.digest, staged_version.seconds + stopwatch.seconds)
         self._driver.take(pure.Defer(ack) if relays else pure.Applied(ack))
         self._decided()
         return True
@@ -248,9 +248,11 @@ class Applier:
         """A reference to a slot in which parameters lie now, so that this process may write there."""
         return None if slot is None or self._served.apply_mode is Mode.COPY else ref(slot)
 
-    def _close_on_broken_swap(self, ready: StagedVersion, error: SwapBroken, remote_traceback: str) -> WeightSyncError:
+    def _close_on_broken_swap(
+        self, staged_version: StagedVersion, error: SwapBroken, remote_traceback: str
+    ) -> WeightSyncError:
         """Close the receiver, as a swap has failed half way; returns the error to raise."""
-        self.swap_error = swap_error = self._swap_error_for(ready.pending, error)
+        self.swap_error = swap_error = self._swap_error_for(staged_version.pending, error)
         self._served.staged = None
         self._listening.stop()
         self._driver.break_down(str(swap_error), remote_traceback)
@@ -296,19 +298,19 @@ class Applier:
             )
         slot = pending.slot
         # Parameters are views of it: this process may have written there when it held older weights, and hashed that.
-        own = slot is not None and self._served.apply_mode is not Mode.COPY and slot.remap()
-        named = b"" if slot is None else self._check_seal(pending.update, slot)
+        remapped = slot is not None and self._served.apply_mode is not Mode.COPY and slot.remap()
+        slot_digest = b"" if slot is None else self._check_seal(pending.update, slot)
         if not pending.update.digest:
-            return named
-        hashes, extras = None if own else pending.hashes, pending.update.extras
-        found = digest(pending.on_host(), extras) if hashes is None else hashes.combined(extras)
-        if found != pending.update.digest:
+            return slot_digest
+        hashes, extras = None if remapped else pending.hashes, pending.update.extras
+        computed = digest(pending.on_host(), extras) if hashes is None else hashes.combined(extras)
+        if computed != pending.update.digest:
             raise LayoutError(
-                f"version {pending.update.version} arrived with digest {found.hex()}, but its sender sent "
+                f"version {pending.update.version} arrived with digest {computed.hex()}, but its sender sent "
                 f"{pending.update.digest.hex()}: it was damaged on the way, or its tensors were changed while they "
                 "were packed. The old weights stay."
             )
-        return found
+        return computed
 
     def digest_sent(self, pending: Pending) -> bytes:
         """The digest of a pending version as its sender sent it; it is computed here if the sender computed none."""

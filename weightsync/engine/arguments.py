@@ -38,13 +38,13 @@ def worker_ids_of(worker_ids: int | Sequence[int] | None) -> tuple[int, ...] | N
     """
     if worker_ids is None:
         return None
-    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
-    alone: Iterable[Any] = (worker_ids,)
+    is_collection = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str | bytes)
+    single: Iterable[Any] = (worker_ids,)
     try:
-        given = iter(worker_ids if several else alone)  # type: ignore[arg-type]
+        ids = iter(worker_ids if is_collection else single)  # type: ignore[arg-type]
     except TypeError:  # a tensor or an array without dimensions is Iterable by its type
-        given = iter(alone)
-    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in given)
+        ids = iter(single)
+    return tuple(require_worker_id(worker_id, "worker_ids") for worker_id in ids)
 
 
 def require_whole(value: Any, argument: str, what: str) -> int:

@@ -201,17 +201,17 @@ class Background:
         A thread that runs code of the user's cannot be stopped: it is waited for `JOIN_SECONDS`, and ends when that
         code returns. If an interrupt, such as KeyboardInterrupt, ends the wait, nothing is stopped.
         """
-        this = object()
+        stop_request = object()
         try:
             with self._lock:
-                self._stops.add(this)
+                self._stops.add(stop_request)
                 thread = self._thread
             self._receiver.driver.waker.fire()
             if thread is not None and thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS)
         except BaseException:
             with self._lock:
-                self._stops.discard(this)  # another thread may still wait for the end
+                self._stops.discard(stop_request)  # another thread may still wait for the end
             self._spawn()
             raise
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
@@ -293,30 +293,30 @@ class Background:
 
     def _run_once(self) -> bool:
         """Run one round of the thread's loop, and wait for the next; False: the thread has ended."""
-        driver, added = self._receiver.driver, self._links_added
+        driver, links_before = self._receiver.driver, self._links_added
         try:
-            seen = driver.waker.fired
+            fired = driver.waker.fired
             if not self._must_end():
                 self._receive_once()
             if not self._must_end():
                 # A forward that an interrupt has ended wakes nobody.
                 waits = PATIENCE if driver.data.pending is not None else None
-                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else waits, seen)
-        except ProtocolError as broken:  # that link is down, others may be well
-            logger.error("model %r: %s", self._receiver.model_id, broken)
-            self._notify(broken)
-        except TransportError as gone:
+                driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else waits, fired)
+        except ProtocolError as error:  # that link is down, others may be well
+            logger.error("model %r: %s", self._receiver.model_id, error)
+            self._notify(error)
+        except TransportError as error:
             try:
-                logger.info("%s", gone)
+                logger.info("%s", error)
             finally:  # whatever a log handler raises
-                reads_on = self._end_unless_link_added(gone, added)
+                reads_on = self._end_unless_link_added(error, links_before)
             return reads_on
-        except BaseException as raised:  # noqa: BLE001 - SystemExit of the user's code would end the thread silently
+        except BaseException as error:  # noqa: BLE001 - SystemExit of the user's code would end the thread silently
             if not self._must_end():
                 try:
-                    logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=raised)
+                    logger.error("model %r: its background reader stopped", self._receiver.model_id, exc_info=error)
                 finally:
-                    self._fail(raised)
+                    self._fail(error)
                 return False
         with self._lock:  # an interrupted `stop` may have it go on
             return self._end(self._receiver.broken) if self._must_end() else True
@@ -345,16 +345,16 @@ class Background:
             self._condition.notify_all()
         return False
 
-    def _end_unless_link_added(self, gone: TransportError, added: int) -> bool:
+    def _end_unless_link_added(self, error: TransportError, links_before: int) -> bool:
         """End the thread, as the last link has ended; True: another was added meanwhile, and the thread goes on.
 
         `link_added` starts no thread while there is one, so both decide under the same lock.
 
         Args:
-            added: how many links had been added when this round began.
+            links_before: how many links had been added when this round began.
         """
         with self._lock:
-            return self._links_added != added or self._end(gone)
+            return self._links_added != links_before or self._end(error)
 
     def _notify(self, error: Exception | None = None) -> None:
         with self._lock:
@@ -398,17 +398,17 @@ class Background:
             TransportError: the sender is gone.
             WeightSyncError: an error on the thread since the last call. It is raised once.
         """
-        driver, (decided, live), deadline = self._receiver.driver, self._reported, Deadline(timeout)
-        if not self.wait_until(lambda: self._stopped or self._decided_since(decided), deadline):
+        driver, (decided_before, served_before), deadline = self._receiver.driver, self._reported, Deadline(timeout)
+        if not self.wait_until(lambda: self._stopped or self._decided_since(decided_before), deadline):
             return False
-        if not self._decided_since(decided):
+        if not self._decided_since(decided_before):
             return self._receiver.receive(deadline.remaining)
         data = driver.data
         self._reported = data.decided, data.served
-        return data.served is not None and data.served is not live
+        return data.served is not None and data.served is not served_before
 
-    def wait_until(self, met: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until ``met()``, which is called whenever something has happened; False: time is up.
+    def wait_until(self, is_met: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until ``is_met()``, which is called whenever something has happened; False: time is up.
 
         Raises TransportError, WeightSyncError: as for `receive`.
         """
@@ -417,9 +417,9 @@ class Background:
                 self._receiver.check_links()
                 self._spawn()
             with self._lock:
-                self._condition.wait_for(lambda: met() or self._error is not None or not self.running, deadline.nap)
+                self._condition.wait_for(lambda: is_met() or self._error is not None or not self.running, deadline.nap)
                 error = self._error or self._receiver.broken
-                if met() and (error is None or isinstance(error, TransportError)):
+                if is_met() and (error is None or isinstance(error, TransportError)):
                     return True  # a link that ended after that is told by the next call
                 self._error = None
                 if error is not None:

@@ -54,10 +54,10 @@ class _ClosedAtExit(PerProcess):
         self._open: WeakSet[Closing] = WeakSet()
         self._at_exit: Finalize | None = None
 
-    def add(self, one: Closing) -> None:
+    def add(self, participant: Closing) -> None:
         """Close this one when the program ends, unless it has been freed by then."""
         with self._lock:
-            self._open.add(one)
+            self._open.add(participant)
             if self._at_exit is None:
                 self._at_exit = Finalize(None, self.end, exitpriority=_EXIT_PRIORITY)
 
@@ -74,9 +74,9 @@ _EXIT_PRIORITY: Final = 100
 _closed_at_exit: Final = _ClosedAtExit()
 
 
-def close_at_exit(one: Closing) -> None:
+def close_at_exit(participant: Closing) -> None:
     """Close a sender when the program ends, so that its workers end too: the program may be waiting for them."""
-    _closed_at_exit.add(one)
+    _closed_at_exit.add(participant)
 
 
 class Configured(Closing):
@@ -133,9 +133,9 @@ class Participant(Closing):
     def _close_on_error(self, error: BaseException) -> None:
         self.fail(error)
 
-    def require_open(self, asked: str) -> None:
-        """Raises StateError: it is closed. ``asked`` is the method that the user called."""
-        self._driver.require_open(asked)
+    def require_open(self, method: str) -> None:
+        """Raises StateError: it is closed. ``method`` is the method that the user called."""
+        self._driver.require_open(method)
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Set the object on which models are found, and which model is meant.

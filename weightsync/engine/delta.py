@@ -51,12 +51,12 @@ class VersionPayloads:
         if self._delta is not None and served == self._base.version:
             payload, base = self._delta, self._base
             self._links.add(link)
-        made = self._messages.get(base)
-        if made is None or made[0] is not update:
+        cached = self._messages.get(base)
+        if cached is None or cached[0] is not update:
             nbytes = update.nbytes if payload is whole else payload.nbytes
-            made = self._messages[base] = update, replace(update, nbytes=nbytes, base=base)
-        self.sent[worker] = self.sent.get(worker, 0) + made[1].nbytes + len(update.extras)
-        return made[1], payload
+            cached = self._messages[base] = update, replace(update, nbytes=nbytes, base=base)
+        self.sent[worker] = self.sent.get(worker, 0) + cached[1].nbytes + len(update.extras)
+        return cached[1], payload
 
     def again(self, worker: int, link: int, whole: Buffer) -> tuple[Update, Buffer] | None:
         """The message and the whole payload for a worker that lacks the base; None: it was sent no delta of this."""
@@ -66,16 +66,18 @@ class VersionPayloads:
         return self.to(worker, link, 0, self._messages[self._base][0], whole)
 
 
-def version_payloads(layout: Layout, payload: memoryview, base: BaseRef, held: memoryview) -> VersionPayloads:
+def version_payloads(layout: Layout, payload: memoryview, base: BaseRef, base_payload: memoryview) -> VersionPayloads:
     """Encode a version once for all its workers.
 
     Args:
         layout: the layout of the version and of its base.
         payload: its packed bytes.
         base: the version before.
-        held: the packed bytes of that.
+        base_payload: its packed bytes.
     """
-    delta = encode(held[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MAX_SHARE * layout.nbytes))
+    delta = encode(
+        base_payload[: layout.nbytes], payload[: layout.nbytes], word_of(layout), int(MAX_SHARE * layout.nbytes)
+    )
     if delta is None:
         return VersionPayloads()
     buffer = Buffer(len(delta))

@@ -79,7 +79,7 @@ class DevicePools:
 
 
 def write_slot(
-    buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: DeviceReaders, known: object | None = None
+    buffer: DeviceBuffer, weights: Weights, layout: Layout, readers: DeviceReaders, form_key: object | None = None
 ) -> None:
     """Copy weights into a slot and seal it, in order with the current stream; and to the host if a link needs that.
 
@@ -87,7 +87,7 @@ def write_slot(
     slot have ended.
 
     Args:
-        known: the same object for as long as the weights have the same form: see `Device.copy`.
+        form_key: the same object for as long as the weights have the same form: see `Device.copy`.
 
     Raises:
         LayoutError: a tensor, which the error names, cannot be copied.
@@ -96,7 +96,7 @@ def write_slot(
     memory = buffer.slot.memory
     assert isinstance(memory, DeviceMemory)
     try:
-        memory.write(weights, layout, known)
+        memory.write(weights, layout, form_key)
     except Exception:
         pack(weights, layout, buffer.stage())  # its error names the tensor
         raise

@@ -296,44 +296,44 @@ class Driver(ABC, Generic[Input, Data, Event, Effect]):
                 self._forget()
             return step
 
-    def watch_steps(self, seen: Callable[[State, Data, Event, Step[Input, Data, Effect]], None]) -> None:
-        """Call ``seen`` for each step from now on, before the step's effects are executed.
+    def watch_steps(self, on_step: Callable[[State, Data, Event, Step[Input, Data, Effect]], None]) -> None:
+        """Call ``on_step`` for each step from now on, before the step's effects are executed.
 
         Args:
-            seen: called under the lock with the state and the data before, the event, and the step. It never raises.
+            on_step: called under the lock with the state and the data before, the event, and the step. It never raises.
         """
         pure_step = self._pure_step
 
         def watched(state: State, data: Data, event: Event) -> Step[Input, Data, Effect]:
             step = pure_step(state, data, event)
-            seen(state, data, event, step)
+            on_step(state, data, event, step)
             return step
 
         with self.lock:
             self._pure_step = watched
 
-    def require(self, input: Input, asked: str | None = None) -> None:
+    def require(self, input: Input, method: str | None = None) -> None:
         """Check that the machine has a row for an input in its present state. Raises StateError: there is none."""
         if (self.machine.state, input) not in self.machine.rows:
-            raise self.refused(asked or method_of(input))
+            raise self.refused(method or method_of(input))
 
-    def require_open(self, asked: str) -> None:
+    def require_open(self, method: str) -> None:
         """Check that the machine is not closed. Raises StateError: it is closed."""
         if self.machine.state is State.CLOSED:
-            raise self.refused(asked)
+            raise self.refused(method)
 
-    def refused(self, asked: str, hint: str = "") -> StateError:
+    def refused(self, method: str, hint: str = "") -> StateError:
         """The error for a call that is not allowed now.
 
         Args:
             hint: what prevents it, and what to do; empty: the hint that the data gives.
         """
         machine = self.machine
-        advice = hint or self._hint(asked)
-        return refusal(machine.rows, machine.state, machine.inputs, asked, hint=advice, steps=machine.steps)
+        advice = hint or self._hint(method)
+        return refusal(machine.rows, machine.state, machine.inputs, method, hint=advice, steps=machine.steps)
 
     @abstractmethod
-    def _hint(self, asked: str) -> str:
+    def _hint(self, method: str) -> str:
         """Why a method is not allowed now, and what its caller can do; empty if nothing more is known."""
 
     def wait(self, timeout: float | None, since: int) -> list[Link]:

@@ -284,11 +284,11 @@ class Events:
                 if subscription in self._subscriptions:  # it may have been cancelled meanwhile
                     _run_callback(subscription, event)
 
-    def _should_end(self, last: SyncEvent | None) -> bool:
+    def _should_end(self, last_event: SyncEvent | None) -> bool:
         """Whether the thread ends: nothing is queued, and a side was closed, or nothing came for a while."""
         with self._lock:
-            waits = last is not None and last.kind is not EventKind.CLOSED and not self._closed
-            if waits or not self._queue.empty():
+            more_may_come = last_event is not None and last_event.kind is not EventKind.CLOSED and not self._closed
+            if more_may_come or not self._queue.empty():
                 return False
             self._thread = None
             return True
@@ -348,12 +348,12 @@ class OnDemandEvents:
         Args:
             report_to: has the side report its events.
         """
-        before = self._events
-        if before is not None:
-            report_to(before)
+        events = self._events
+        if events is not None:
+            report_to(events)
         yield
         with self._first_callback:
-            if before is None and self._events is not None:  # a callback was registered meanwhile
+            if events is None and self._events is not None:  # a callback was registered meanwhile
                 report_to(self._events)
             self._sides.append(report_to)
 

@@ -94,7 +94,7 @@ class Listening:
         if self.background_reader is not None:
             self.background_reader.link_added()
 
-    def check(self, asked: str = "receive") -> None:
+    def check(self, method: str = "receive") -> None:
         """Check that a sender is linked, or may still be.
 
         Raises:
@@ -105,11 +105,11 @@ class Listening:
         driver = self._driver
         if driver.links():
             return
-        driver.require_open(asked)
+        driver.require_open(method)
         if self._listeners and not driver.ended:
             return
         if not driver.ended:
-            raise driver.refused(asked)
+            raise driver.refused(method)
         served = driver.data.served
         kept = f"keeps version {served[1]}" if served else "serves no version"
         raise driver.ended_error(
@@ -137,8 +137,8 @@ class _LinkAcceptor:
     listening: ref[Listening]
 
     def __call__(self, link: Link) -> None:
-        there = self.listening()
-        if there is None:
+        listening = self.listening()
+        if listening is None:
             link.close()
         else:
-            there.accept(link)
+            listening.accept(link)

@@ -55,12 +55,12 @@ class ManualAck:
         try:
             with Shield(self._driver.waker.fire) as shield:
                 while True:
-                    seen = self._driver.waker.fired
+                    fired = self._driver.waker.fired
                     weights = self._take_pending()
                     if weights is not None or deadline.passed:
                         return weights
                     shield.deliver()
-                    self._driver.wait(deadline.nap, seen)
+                    self._driver.wait(deadline.nap, fired)
         except BaseException:
             if weights is not None:  # a signal that came meanwhile was handled, and its handler has raised
                 self._taken = None
@@ -73,11 +73,11 @@ class ManualAck:
             self._driver.pump()
             return self._driver.pending is not None and self._unanswered is None
 
-    def _require_no_background_reader(self, asked: str) -> None:
+    def _require_no_background_reader(self, method: str) -> None:
         """Refuse a call that would take updates away from the background reader."""
         if self._listening.background_reader is not None:
             raise self._driver.refused(
-                asked,
+                method,
                 "connect() has started a thread that receives in the background and applies updates. Use receive(); "
                 "or do not call connect(), and apply updates by hand.",
             )

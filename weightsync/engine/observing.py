@@ -176,11 +176,13 @@ def _ended_links(data: sending.SenderData, step: SenderStep) -> Iterator[tuple[i
     """The workers whose open link a step ended, how, and why. Closing the sender does not count as losing them."""
     if step.data.workers is data.workers:
         return
-    left = {each.worker: f"it left: {each.reason}" for each in step.effects if isinstance(each, sending.Farewell)}
+    goodbyes = {
+        effect.worker: f"it left: {effect.reason}" for effect in step.effects if isinstance(effect, sending.Farewell)
+    }
     for worker, entry in data.workers.items():
         after = step.data.workers.get(worker)
         if entry.open and after is None:
-            yield worker, sending.LinkState.LOST, left.get(worker, "it was removed")
+            yield worker, sending.LinkState.LOST, goodbyes.get(worker, "it was removed")
         elif entry.open and after is not None and after.link == entry.link and not after.open:
             yield worker, after.link_state, after.reason
 
@@ -234,7 +236,7 @@ class ReceiverObserver:
 
     def _event(self, kind: EventKind, key: tuple[int, int | None], **more: Any) -> SyncEvent:
         pending = self._driver.pending
-        carried = pending is not None and (pending.update.incarnation, pending.update.version) == key
+        is_pending = pending is not None and (pending.update.incarnation, pending.update.version) == key
         return SyncEvent(
             kind=kind,
             role=SyncRole.WORKER,
@@ -242,7 +244,7 @@ class ReceiverObserver:
             incarnation=key[0],
             worker=self._worker(),
             version=key[1],
-            trace_context=pending.update.trace_context if carried and pending is not None else "",
+            trace_context=pending.update.trace_context if is_pending and pending is not None else "",
             **more,
         )
 

@@ -222,17 +222,17 @@ class Packer:
             NonFiniteError: they are checked, and not finite.
             TransportError: there is not enough memory.
         """
-        read = self._read(weights)
+        weights_read = self._read(weights)
         # Before the plan is compared: what makes the extra state is the user's, and may give tensors other memory.
-        extras, plan = encode_extras(read.extras()) if read.slots else b"", self._plan
-        if plan is None or not plan.fits(read):
-            plan = self._plan = plan_for(read, plan, self.wire_dtype)
+        extras, plan = encode_extras(weights_read.extras()) if weights_read.slots else b"", self._plan
+        if plan is None or not plan.fits(weights_read):
+            plan = self._plan = plan_for(weights_read, plan, self.wire_dtype)
         layout = plan.sent
         if len(plan.names) + len(extras) > MAX_NAMES_AND_EXTRAS_NBYTES:
             raise _too_large_error(layout, extras)
         device = None
         if plan.place is None:
-            device = _common_device(read)
+            device = _common_device(weights_read)
         elif plan.place.type in backends:
             device = device_at(plan.place)
         hold = BufferHold()
@@ -241,16 +241,16 @@ class Packer:
             form = form_of(weights) if form is None else form
             packed = Packed(layout, buffer, extras, b"", form, self._verify, self.wire_dtype, hold=hold)
             if device is None and layout.nbytes <= LEAST_PART:
-                _copy(read, packed, readers, plan, None)
+                _copy(weights_read, packed, readers, plan, None)
             else:
                 # A thread or kernel that outlived an interrupted copy could write into a buffer that has been reused.
                 with Shield(lambda: None):
                     if device is not None:
-                        _copy_from(device, read, packed, readers, plan)
+                        _copy_from(device, weights_read, packed, readers, plan)
                     else:
-                        _copy(read, packed, readers, plan, self._prepare_parts(packed, readers, targets))
+                        _copy(weights_read, packed, readers, plan, self._prepare_parts(packed, readers, targets))
             if self.wire_dtype is not None and layout is not plan.layout:
-                refuse_overflow(read, layout, flat_of(buffer), self.wire_dtype)
+                refuse_overflow(weights_read, layout, flat_of(buffer), self.wire_dtype)
             if self._finite_model_id is not None:
                 refuse_non_finite(self._finite_model_id, layout, flat_of(buffer))
             return packed
@@ -288,39 +288,39 @@ class Packer:
             self._on_devices.close()
 
 
-def _common_device(read: Weights) -> Device | None:
+def _common_device(weights: Weights) -> Device | None:
     """The one device of weights that are in several places, or not plain tensors; None: the host copies them.
 
     In that case, wait for the kernels of the current streams first: threads that help to copy use streams of their own.
     """
-    tensors = read.tensors.values()
+    tensors = weights.tensors.values()
     device = device_of(tensors)
-    for each in devices_of(tensors) if device is None else ():
-        each.finish()
+    for used_device in devices_of(tensors) if device is None else ():
+        used_device.finish()
     return device
 
 
-def _copy(read: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts: OutgoingParts | None) -> None:
+def _copy(weights: Weights, packed: Packed, readers: Readers, plan: SendPlan, parts: OutgoingParts | None) -> None:
     """Copy weights into their buffer in the host's memory, and send it in parts meanwhile."""
     layout, view = packed.layout, packed.buffer.view
     on_written = None if parts is None else parts.reach
     if _compared(packed, readers):
-        packed.digest = pack_digested(read, layout, view, packed.extras, plan.pieces(read), on_written=on_written)
+        packed.digest = pack_digested(weights, layout, view, packed.extras, plan.pieces(weights), on_written=on_written)
     else:
-        pack(read, layout, view, plan.pieces(read), on_written=on_written)
+        pack(weights, layout, view, plan.pieces(weights), on_written=on_written)
     if parts is not None:
         parts.finish()
 
 
-def _copy_from(device: Device, read: Weights, packed: Packed, readers: Readers, plan: SendPlan) -> None:
+def _copy_from(device: Device, weights: Weights, packed: Packed, readers: Readers, plan: SendPlan) -> None:
     """Copy weights on a device into their buffer, which may be there too."""
     layout, buffer = packed.layout, packed.buffer
     if isinstance(buffer, DeviceBuffer):
-        write_slot(buffer, read, layout, readers, plan)
+        write_slot(buffer, weights, layout, readers, plan)
         return
     if buffer.segment is not None:
         buffer.segment.pin(partial(device.register, read_only=False))
-    pack_from(device, read, layout, buffer.view, plan)
+    pack_from(device, weights, layout, buffer.view, plan)
     if _compared(packed, readers):
         packed.digested()
 
@@ -410,22 +410,22 @@ class OutgoingWeights:
             raise
         return packed
 
-    def _refuse_other_model(self, given: Layout) -> None:
+    def _refuse_other_model(self, layout: Layout) -> None:
         """Refuse weights of another model than the registered one: every worker would refuse them.
 
         Raises LayoutError: their names, shapes or dtypes differ.
         """
-        if self._driver.layout is not None and self._driver.layout.fits(given):
+        if self._driver.layout is not None and self._driver.layout.fits(layout):
             return
         registered = self.registered_layout()
         if registered is None:  # a model that cannot be sent does not show which weights can
-            self._refuse_other_dtypes(given)
+            self._refuse_other_dtypes(layout)
             return
         text = f"The weights are not those of the model that is registered for {self._driver.model_id!r}"
-        error = registered.difference(given, text)
+        error = registered.difference(layout, text)
         if error is not None:
             message = (
-                f"{error} The model has {registered.summary()}. The weights have {given.summary()}. "
+                f"{error} The model has {registered.summary()}. The weights have {layout.summary()}. "
                 f"No version was sent. {self._advice(error)}"
             )
             raise LayoutError(message, error.missing, error.unexpected, error.mismatched)
@@ -442,15 +442,15 @@ class OutgoingWeights:
             "model's weights in another dtype, give the scheme a wire_dtype."
         )
 
-    def _refuse_other_dtypes(self, given: Layout) -> None:
+    def _refuse_other_dtypes(self, layout: Layout) -> None:
         """Refuse weights that `wire_dtype` does not bring to the dtypes that were agreed on.
 
         Raises LayoutError: dtypes differ, and nothing else does.
         """
         agreed, wire_dtype = self._driver.layout, self._packer.wire_dtype
-        if wire_dtype is None or agreed is None or not agreed.other_dtypes(given):
+        if wire_dtype is None or agreed is None or not agreed.other_dtypes(layout):
             return
-        error = agreed.difference(given, f"The workers of {self._driver.model_id!r} have other dtypes")
+        error = agreed.difference(layout, f"The workers of {self._driver.model_id!r} have other dtypes")
         assert error is not None
         message = f"{error} wire_dtype='{wire_dtype.value}' casts wider floating tensors only. No version was sent."
         raise LayoutError(message, error.missing, error.unexpected, error.mismatched)

@@ -64,21 +64,21 @@ class OutgoingParts:
         """
         with self._lock:
             start = self._open.pop(start, start)
-            whole = end if end == self._whole.nbytes else end // CHUNK * CHUNK
-            if whole - start >= self._least:
-                self._send(start, whole)
-                start = whole
+            part_end = end if end == self._whole.nbytes else end // CHUNK * CHUNK
+            if part_end - start >= self._least:
+                self._send(start, part_end)
+                start = part_end
             if start < end:
                 self._open[end] = start
 
     def finish(self) -> None:
         """Everything is written: send the remaining parts."""
         with self._lock:
-            reached = 0
+            sent_until = 0
             for start, end in (*sorted(self._sent), (self._whole.nbytes, self._whole.nbytes)):
-                if reached < start:
-                    self._send(reached, start)
-                reached = end
+                if sent_until < start:
+                    self._send(sent_until, start)
+                sent_until = end
 
     def _send(self, start: int, end: int) -> None:
         self._sent.append((start, end))
@@ -137,11 +137,11 @@ class IncomingParts:
 
         Raises ProtocolError: it belongs to a payload of another size than the ranges before it.
         """
-        whole = received.payload
-        if whole is None or not part.hashed:
+        payload = received.payload
+        if payload is None or not part.hashed:
             return
         if self.hashes is None or part.payload_id != self._payload_id:
-            self._payload_id, self._nbytes, self.hashes = part.payload_id, part.nbytes, ChunkHashes(whole)
+            self._payload_id, self._nbytes, self.hashes = part.payload_id, part.nbytes, ChunkHashes(payload)
         if part.nbytes != self._nbytes:
             raise ProtocolError(f"A part of a payload of {part.nbytes} bytes came for one of {self._nbytes}.")
         self.hashes.reach(part.start, part.end)

@@ -144,7 +144,7 @@ class WeightReceiver(Participant):
         with Shield(self._driver.waker.fire) as shield:
             try:
                 while True:
-                    seen = self._driver.waker.fired
+                    fired = self._driver.waker.fired
                     applied = self._applier.receive_and_apply()
                     if applied is not None:
                         return applied
@@ -159,7 +159,7 @@ class WeightReceiver(Participant):
                         (serving.queue if waits_for_forwards else serving.leave_queue)()
                         queued = waits_for_forwards
                     # A block that an interrupt has ended wakes nobody.
-                    self._driver.wait(PATIENCE if queued and (nap is None or nap > PATIENCE) else nap, seen)
+                    self._driver.wait(PATIENCE if queued and (nap is None or nap > PATIENCE) else nap, fired)
             finally:
                 if queued:
                     serving.leave_queue()

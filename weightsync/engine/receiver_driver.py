@@ -148,7 +148,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
         """Whether the ack of the version applied last is deferred until it has been passed on to other workers."""
         return isinstance(self.data.answer, pure.Deferred)
 
-    def _hint(self, asked: str) -> str:  # noqa: ARG002 - the hint is the same for every method
+    def _hint(self, method: str) -> str:  # noqa: ARG002 - the hint is the same for every method
         return receiver_hint(self.machine.state, self.data)
 
     def _execute(self, effect: pure.Effect) -> None:
@@ -175,7 +175,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
 
     def _hello(self, link: int) -> Hello:
         pid, started = own_identity()
-        served, known = self.data.served, self._links.get(link)
+        served, adapter = self.data.served, self._links.get(link)
         return Hello(
             model_id=self.model_id,
             incarnation=self.data.fence,
@@ -186,7 +186,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
             started=started,
             fence=self.data.fence,
             link=link,
-            devices=self.devices if isinstance(known, CarriesDevices) and known.opens else b"",
+            devices=self.devices if isinstance(adapter, CarriesDevices) and adapter.opens else b"",
         )
 
     def _refusal(self, key: pure.Key, kind: RefusalKind, reason: str) -> Refusal:
@@ -270,15 +270,15 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def flush(self) -> None:
         """Write what is waiting to be written. An answer that was written is ANSWERED."""
         for number, link in tuple(self._links.items()):
-            outlet, gone = self._outlets.get(number), True
+            outlet, written = self._outlets.get(number), True
             if outlet is None or not outlet.idle:
                 self._waitables_changed(link)
                 try:
-                    gone = flush(link)
+                    written = flush(link)
                 except TransportError as error:
                     self._handle_write_failure(number, link, str(error))
                     continue
-            answered = gone and number == self.data.link and not isinstance(self.data.answer, pure.Deferred)
+            answered = written and number == self.data.link and not isinstance(self.data.answer, pure.Deferred)
             if answered and self.machine.state is State.AWAITING_ACK:
                 self._step(_ANSWERED)
 

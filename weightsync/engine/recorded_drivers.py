@@ -44,9 +44,9 @@ class RecordedSenderDriver(SenderDriver):
         #: The report written last, until the next step: a caller that polls gets the same one again and again.
         self._last_report: SyncReport | None = None
 
-    def tell(self, what: LineKind, **said: object) -> None:
+    def tell(self, line_kind: LineKind, **facts: object) -> None:
         """Record what happened."""
-        self._machine_trace.tell(what, self.model_id, **said)
+        self._machine_trace.tell(line_kind, self.model_id, **facts)
 
     def reported(self, report: SyncReport) -> None:
         """Record a report that was returned to a caller, or raised."""
@@ -98,9 +98,9 @@ class RecordedReceiverDriver(ReceiverDriver):
         super().__init__(model_id)
         self._machine_trace: MachineTrace = records.born(Role.RECEIVER, model_id)
 
-    def tell(self, what: LineKind, **said: object) -> None:
+    def tell(self, line_kind: LineKind, **facts: object) -> None:
         """Record what happened."""
-        self._machine_trace.tell(what, self.model_id, **said)
+        self._machine_trace.tell(line_kind, self.model_id, **facts)
 
     def _step(self, event: receiving.Event) -> Step[ReceiverInput, receiving.ReceiverData, receiving.Effect]:
         return _take_and_record(self, event, super()._step)
@@ -145,9 +145,9 @@ def _take_and_record(
     try:
         step = take(event)
     except Exception as error:
-        known: dict[str, object] = {"before": before, "after": driver.machine.state, "data": driver.data}
-        driver.tell(LineKind.REFUSED, event=event, error=type(error).__name__, **known)
+        facts: dict[str, object] = {"before": before, "after": driver.machine.state, "data": driver.data}
+        driver.tell(LineKind.REFUSED, event=event, error=type(error).__name__, **facts)
         raise
-    known = {"input": step.input, "before": before, "after": driver.machine.state, "data": driver.data}
-    driver.tell(LineKind.STEP, event=event, **known, effects=step.effects)
+    facts = {"input": step.input, "before": before, "after": driver.machine.state, "data": driver.data}
+    driver.tell(LineKind.STEP, event=event, **facts, effects=step.effects)
     return step

@@ -122,15 +122,15 @@ def _default(field: structs.FieldInfo) -> object:
     return field.default if field.default_factory is NODEFAULT else field.default_factory()
 
 
-def seal(line: Mapping[str, Any], before: int) -> tuple[str, int]:
+def seal(line: Mapping[str, Any], previous_checksum: int) -> tuple[str, int]:
     """A line as it is written to a file, and its checksum.
 
     Args:
         line: what it records.
-        before: the checksum of the line before; 0 if there is none.
+        previous_checksum: the checksum of the line before; 0 if there is none.
     """
     body = json.dumps(line, separators=(",", ":"))
-    checksum = zlib.crc32(body.encode(), before)
+    checksum = zlib.crc32(body.encode(), previous_checksum)
     return f'{body[:-1]},"c":"{checksum:08x}"}}\n', checksum
 
 
@@ -251,11 +251,11 @@ class Recorder:
         assert self._fd is not None
         # The line that ends the recording replaces the last line, unless that is the header.
         mark = self._before
-        end, _ = seal({"i": mark.lines, "t": mark.time, "what": LineKind.END.value}, mark.checksum)
+        end_line, _ = seal({"i": mark.lines, "t": mark.time, "what": LineKind.END.value}, mark.checksum)
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, mark.size if mark.lines else self._whole.size)
             if mark.lines:
-                os.write(self._fd, end.encode())
+                os.write(self._fd, end_line.encode())
         self._stop()
         logger.error(
             "Recording to %s ended after %s lines: %s. The run continues, and is no longer recorded in this process; "
@@ -304,10 +304,10 @@ class MachineTrace:
         self._numbers = itertools.count()
         self.tell(LineKind.BORN, model_id)
 
-    def tell(self, what: LineKind, model_id: str, **said: object) -> None:
+    def tell(self, line_kind: LineKind, model_id: str, **facts: object) -> None:
         """Write one line. The caller holds the lock of the machine's driver, so that the lines are in order."""
-        about = {"t": now_ns(), **self._about, "n": next(self._numbers), "model": model_id, "what": what.value}
-        self._recorder.write({**about, **{name: plain(value) for name, value in said.items()}})
+        about = {"t": now_ns(), **self._about, "n": next(self._numbers), "model": model_id, "what": line_kind.value}
+        self._recorder.write({**about, **{name: plain(value) for name, value in facts.items()}})
 
 
 _recorders: list[Recorder] = []
@@ -339,18 +339,18 @@ def record(folder: str | os.PathLike[str]) -> Iterator[Recorder]:
     Raises:
         ConfigurationError: this is not the path of a folder.
     """
-    own, before = Recorder(_path_of(folder)), os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = str(own.folder)
-    _recorders.append(own)
+    recorder, previous_folder = Recorder(_path_of(folder)), os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = str(recorder.folder)
+    _recorders.append(recorder)
     try:
-        yield own
+        yield recorder
     finally:
-        _recorders.remove(own)
-        if before is None:
+        _recorders.remove(recorder)
+        if previous_folder is None:
             del os.environ[ENVIRONMENT]
         else:
-            os.environ[ENVIRONMENT] = before
-        own.end()
+            os.environ[ENVIRONMENT] = previous_folder
+        recorder.end()
 
 
 def _path_of(folder: str | os.PathLike[str]) -> Path:

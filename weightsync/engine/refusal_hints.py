@@ -12,11 +12,11 @@ from weightsync.protocol.sender import SenderData
 _SEND_METHODS = ("send", "send_async")
 
 
-def sender_hint(state: State, data: SenderData, asked: str) -> str:
+def sender_hint(state: State, data: SenderData, method: str) -> str:
     """Why a sender refuses a method, as far as its data shows."""
     if state is State.CLOSED:
         return "this sender is closed for good. Make a new scheme and call its init_on_sender()."
-    if asked == "connect":
+    if method == "connect":
         return "this sender already has its links. add_worker() adds another worker."
     if state is State.UNINITIALIZED:
         return (
@@ -31,7 +31,7 @@ def sender_hint(state: State, data: SenderData, asked: str) -> str:
             "another thread, or is the call that a signal handler has interrupted to make this one."
         )
     advice = "Call wait_async() or abandon()"
-    if asked in _SEND_METHODS:
+    if method in _SEND_METHODS:
         advice += ", or pass on_pending='supersede' (or 'wait')"
     return f"version {data.version} {_owing(data)}. {advice}."
 
@@ -63,14 +63,14 @@ def sender_message_error(worker: int, message: Message) -> str:
     """What is wrong with a message to a sender that only senders send; empty: it is another message."""
     match message:
         case Hello() if message.link and not message.fence:
-            what = "a sender's handshake"
+            kind = "a sender's handshake"
         case Update():
-            what = "an Update"
+            kind = "an Update"
         case Part():
-            what = "a Part"
+            kind = "a Part"
         case _:
             return ""
     return (
-        f"worker {worker} sent {what}; only senders send them. Its link is taken down. At its other end is a sender, "
+        f"worker {worker} sent {kind}; only senders send them. Its link is taken down. At its other end is a sender, "
         "perhaps this one: give init_on_sender() one end of each pipe, and the worker's init_on_worker() the other."
     )

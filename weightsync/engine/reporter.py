@@ -130,16 +130,16 @@ class Reporter:
         self._previous = report
         return report
 
-    def so_far(self, owing: OutcomeKind) -> SyncReport:
-        """The outstanding version's report so far, ``owing`` for workers without an answer; empty if there is none."""
+    def so_far(self, kind: OutcomeKind) -> SyncReport:
+        """The outstanding version's report so far, ``kind`` for workers without an answer; empty if there is none."""
         with self._driver.lock:
             outstanding = self._driver.data.outstanding
             if outstanding is None:
                 return self.empty()
-            owed = {worker: self._owing(owing, worker) for worker in outstanding.owed}
+            owed = {worker: self._owing(kind, worker) for worker in outstanding.owed}
             left = self._driver.data.left
             report = self._report(outstanding.version, {**outstanding.outcomes, **owed}, {}, left)
-            if owing is OutcomeKind.PENDING:
+            if kind is OutcomeKind.PENDING:
                 self._unreported = {}  # few callers look at it: the report of the wait says it again
             if self._left or self._not_caught_up:
                 report = self._with_carried(report)
@@ -177,9 +177,9 @@ class Reporter:
         error.report = self._with_carried(report)
         return error
 
-    def _owing(self, owing: OutcomeKind, worker: int) -> Outcome:
-        if owing is OutcomeKind.PENDING:
-            return Outcome(kind=owing)
+    def _owing(self, kind: OutcomeKind, worker: int) -> Outcome:
+        if kind is OutcomeKind.PENDING:
+            return Outcome(kind=kind)
         entry = self._driver.data.workers[worker]
         silent = self._driver.hearing.silent_for(worker)
         expected = entry.link_state is LinkState.EXPECTED
@@ -193,7 +193,7 @@ class Reporter:
         if not expected:
             parts.append(_READ[self._driver.has_read(worker)])
         remark = self._driver.remark(worker) or (_NEVER_CONNECTED_HINT if expected else "")
-        return Outcome(kind=owing, reason="; ".join([*parts, remark] if remark else parts))
+        return Outcome(kind=kind, reason="; ".join([*parts, remark] if remark else parts))
 
     def _report(
         self,
@@ -227,28 +227,28 @@ class Reporter:
 
     def _reported_before(self, version: int, outcomes: Mapping[int, Outcome]) -> dict[int, int]:
         """Workers whose end, with its traceback, is in an earlier report. Notes those that are new in this one."""
-        workers, before = self._driver.data.workers, {}
+        workers, earlier_reports = self._driver.data.workers, {}
         self._unreported = {}
         for worker, outcome in outcomes.items():
             entry = workers.get(worker)
             if entry is None or not outcome.remote_traceback or entry.open:
                 continue
-            link, first = self._reported.get(worker, (None, version))
+            link, first_version = self._reported.get(worker, (None, version))
             if link != entry.link:
                 self._unreported[worker] = entry.link, version
-            elif first != version or not version:
-                before[worker] = first
-        return before
+            elif first_version != version or not version:
+                earlier_reports[worker] = first_version
+        return earlier_reports
 
     def _connect_seconds(self, outcomes: Mapping[int, Outcome]) -> float:
         """Seconds from the dispatch until all targets had connected, of those that still have the link of then."""
         workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
-        known, since = hearing.first, self._dispatched.started
+        first_heard, since = hearing.first, self._dispatched.started
         for worker in outcomes:
             entry = workers.get(worker)
-            if entry is not None and known.get(entry.link, since + 1) > since and entry.open:
-                then = self._sent_to.get(worker)
-                if then is not None and then.link == entry.link:
+            if entry is not None and first_heard.get(entry.link, since + 1) > since and entry.open:
+                entry_at_send = self._sent_to.get(worker)
+                if entry_at_send is not None and entry_at_send.link == entry.link:
                     longest = max(longest, hearing.connected_after(entry.link, self._dispatched))
         return longest
 

@@ -163,23 +163,23 @@ class WeightSender(Participant):
                 was lost or had refused before, nothing was sent.
         """
         deadline = Deadline(timeout)
-        failing = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
+        failure_policy = on_failure if isinstance(on_failure, OnFailure) else OnFailure(on_failure)
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
-        wanted = SendTargets(targets, expected_workers, allow_empty)
+        send_targets = SendTargets(targets, expected_workers, allow_empty)
         try:
-            packed = self._prepare(SenderInput.SEND, weights, wanted, deadline, if_pending)
+            packed = self._prepare(SenderInput.SEND, weights, send_targets, deadline, if_pending)
             if isinstance(packed, SyncReport):
-                return self._deliver_report(packed, failing)
+                return self._deliver_report(packed, failure_policy)
             with Shield(self._driver.waker.fire) as shield:
                 with self._driver.lock:  # until it is noted for reports, no other thread makes one of this version
-                    version = self._dispatch(pure.Send(targets), packed, wanted)
+                    version = self._dispatch(pure.Send(targets), packed, send_targets)
                 report = self._reporter.empty() if version is None else self._wait_for(version, deadline, shield)
         except (WorkerLostError, RefusedError) as ended:  # every target is lost already, or has refused
-            if failing is OnFailure.RAISE:
+            if failure_policy is OnFailure.RAISE:
                 raise
             report = ended.report
-        return self._deliver_report(report, failing)
+        return self._deliver_report(report, failure_policy)
 
     def send_async(
         self,
@@ -216,13 +216,13 @@ class WeightSender(Participant):
         if_pending = on_pending if isinstance(on_pending, OnPending) else OnPending(on_pending)
         targets = None if worker_ids is None else worker_ids_of(worker_ids)
         self._refuse_blocking(targets)
-        wanted = SendTargets(targets, expected_workers, allow_empty)
-        packed = self._prepare(SenderInput.SEND_ASYNC, weights, wanted, deadline, if_pending)
+        send_targets = SendTargets(targets, expected_workers, allow_empty)
+        packed = self._prepare(SenderInput.SEND_ASYNC, weights, send_targets, deadline, if_pending)
         if isinstance(packed, SyncReport):
             return self._deliver_report(packed, OnFailure.RAISE)
         # Under one lock: as soon as it is dispatched, another thread may close the sender or abandon the version.
         with Shield(self._driver.waker.fire), self._driver.lock:
-            version = self._dispatch(pure.SendAsync(targets), packed, wanted)
+            version = self._dispatch(pure.SendAsync(targets), packed, send_targets)
             report = self._reporter.empty() if version is None else self._reporter.so_far(OutcomeKind.PENDING)
             self._reporter.delivered()
         report.raise_for_previous()
@@ -383,35 +383,35 @@ class WeightSender(Participant):
             self.add_worker(worker_id, endpoint)
 
     def _prepare(
-        self, asked: SenderInput, weights: Any, wanted: SendTargets, deadline: Deadline, pending: OnPending
+        self, input: SenderInput, weights: Any, targets: SendTargets, deadline: Deadline, on_pending: OnPending
     ) -> Packed | SyncReport:
         """Check that the call is allowed, settle what is outstanding, pack the weights. A report: nothing is sent."""
         stopwatch = Stopwatch()
-        if not isinstance(wanted.allow_empty, bool):
-            switch(wanted.allow_empty, "allow_empty")
+        if not isinstance(targets.allow_empty, bool):
+            switch(targets.allow_empty, "allow_empty")
         with Shield(self._driver.waker.fire):
             self._driver.look()
         state, data = self._driver.machine.state, self._driver.data
         without_links = state is State.UNINITIALIZED and bool(self._workers.endpoints)
-        in_the_way = state is State.PENDING_ASYNC and pending is not OnPending.RAISE
-        if not (in_the_way or without_links):
-            self._driver.require(asked)
-        if wanted.expected is not None or self.expected_workers is not None:
-            self._workers.require_enough_workers(wanted, self.expected_workers)
-        if wanted.targets is None and not data.workers and wanted.allow_empty:
-            return self._report_without_workers(deadline, pending if in_the_way else OnPending.RAISE)
+        must_settle = state is State.PENDING_ASYNC and on_pending is not OnPending.RAISE
+        if not (must_settle or without_links):
+            self._driver.require(input)
+        if targets.expected is not None or self.expected_workers is not None:
+            self._workers.require_enough_workers(targets, self.expected_workers)
+        if targets.targets is None and not data.workers and targets.allow_empty:
+            return self._report_without_workers(deadline, on_pending if must_settle else OnPending.RAISE)
         try:
-            pure.targets_of(data, wanted.targets)
+            pure.targets_of(data, targets.targets)
         except (WorkerLostError, RefusedError) as error:
             raise self._reporter.add_report(error) from None
         if without_links:
             self.connect()
-        if in_the_way and pending is OnPending.WAIT:
+        if must_settle and on_pending is OnPending.WAIT:
             previous = self._wait(deadline)
             if previous.of(OutcomeKind.TIMED_OUT):
-                return self._reporter.not_sent(previous, wanted.targets)
+                return self._reporter.not_sent(previous, targets.targets)
             stopwatch.restart()
-        return self._pack(weights, wanted.targets, in_the_way and pending is OnPending.SUPERSEDE, stopwatch)
+        return self._pack(weights, targets.targets, must_settle and on_pending is OnPending.SUPERSEDE, stopwatch)
 
     def _report_without_workers(self, deadline: Deadline, settling: OnPending) -> SyncReport:
         """The report of a send without workers. What is outstanding is settled first: nobody owes it an answer."""
@@ -440,7 +440,7 @@ class WeightSender(Participant):
             raise
         return packed
 
-    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, wanted: SendTargets) -> int | None:
+    def _dispatch(self, event: pure.Send | pure.SendAsync, packed: Packed, targets: SendTargets) -> int | None:
         assert packed.stopwatch is not None
         packed.pack_s = packed.stopwatch.restart()
         try:
@@ -448,7 +448,7 @@ class WeightSender(Participant):
         except (WorkerLostError, RefusedError) as error:  # the targets are all lost already, or have refused
             raise self._reporter.add_report(error) from None
         except ConfigurationError:
-            if wanted.targets is None and wanted.allow_empty and not self._driver.data.workers:  # they left meanwhile
+            if targets.targets is None and targets.allow_empty and not self._driver.data.workers:  # they left meanwhile
                 return None
             raise
         finally:
@@ -468,12 +468,12 @@ class WeightSender(Participant):
     def _wait_for(self, version: int, deadline: Deadline, shield: Shield) -> SyncReport:
         driver = self._driver
         try:
-            seen = driver.waker.fired
+            fired = driver.waker.fired
             while version not in driver.concluded and (nap := deadline.nap) != 0.0:  # 0: the deadline has passed
                 if shield.recorded:
                     shield.deliver()
-                ready = driver.wait(seconds_to_check(nap) if driver.awaited else nap, seen)
-                seen = driver.waker.fired
+                ready = driver.wait(seconds_to_check(nap) if driver.awaited else nap, fired)
+                fired = driver.waker.fired
                 driver.pump(ready or None)
             if shield.recorded:
                 shield.deliver()
@@ -489,10 +489,10 @@ class WeightSender(Participant):
             driver.take(pure.Deadline(version))
             return self._reporter.so_far(OutcomeKind.TIMED_OUT)
 
-    def _deliver_report(self, report: SyncReport, failing: OnFailure) -> SyncReport:
+    def _deliver_report(self, report: SyncReport, on_failure: OnFailure) -> SyncReport:
         """Return the report or raise its failures. That the update was abandoned during the wait is always raised."""
         self._reporter.delivered()
         all_is_well = report.ok and report.previous is None
-        if not all_is_well and (failing is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED)):
+        if not all_is_well and (on_failure is OnFailure.RAISE or report.of(OutcomeKind.ABANDONED)):
             report.raise_on_failure()
         return report

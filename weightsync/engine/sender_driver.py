@@ -140,8 +140,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def reported(self, report: SyncReport) -> None:
         """A report was returned to a caller, or raised. Does nothing; a recorded driver writes it to the trace."""
 
-    def _hint(self, asked: str) -> str:
-        return sender_hint(self.machine.state, self.data, asked)
+    def _hint(self, method: str) -> str:
+        return sender_hint(self.machine.state, self.data, method)
 
     def _execute(self, effect: pure.Effect) -> None:
         match effect:
@@ -161,13 +161,13 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                 self.concluded[effect.outstanding.version] = effect
                 self.waker.nudge()
 
-    def _hello(self, link: int, due: int) -> Hello:
+    def _hello(self, link: int, due_version: int) -> Hello:
         pid, started = own_identity()
         layout = self.layout
         return Hello(
             model_id=self.model_id,
             incarnation=self.data.incarnation,
-            version=due,
+            version=due_version,
             layout_digest=layout.digest if layout else b"",
             layout=layout.encode() if layout else b"",
             host=own_host(),
@@ -276,11 +276,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
     def blocking(self, targets: tuple[int, ...] | None) -> list[int]:
         """The targets (None: all workers) whose links block until the worker has answered."""
         with self.lock:
-            held: list[int] = []
+            workers: list[int] = []
             for lane in self._links.values():
                 if lane.blocks and (targets is None or lane.worker in targets):
-                    held.append(lane.worker)
-            return held
+                    workers.append(lane.worker)
+            return workers
 
     def pump(self, ready: Collection[Link] | None = None) -> None:
         """Write what is waiting to be written, read all that has arrived.
@@ -291,11 +291,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         with self.lock:
             if self.machine.state in _UNLINKED:
                 return
-            chosen = None if ready is None else set(map(id, ready))
+            ready_ids = None if ready is None else set(map(id, ready))
             for number, lane in tuple(self._links.items()):
                 if lane.awaited is not None:
                     self._watch_process(number, lane, lane.awaited)
-                elif chosen is not None and id(lane.link) not in chosen:
+                elif ready_ids is not None and id(lane.link) not in ready_ids:
                     continue
                 # The events of the link; its loss is the last.
                 if (lane.outlet is not None and lane.outlet.idle) or self._flush(number, lane):
@@ -333,12 +333,12 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
 
     def _read(self, number: int, lane: Lane, take: TakeEvent) -> None:
         """Read a link, and handle what has arrived; first the messages that an outer call has read, but not handled."""
-        worker, link, unread, failed = lane.worker, lane.link, lane.unread, None
+        worker, link, unread, failure = lane.worker, lane.link, lane.unread, None
         try:
             try:
                 unread.extend(read(link))
             except (TransportError, ProtocolError) as error:
-                failed = error
+                failure = error
             while unread:
                 message = unread.popleft().message
                 entry = self.data.workers.get(worker)
@@ -349,8 +349,8 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
                         self._send_whole(worker, number, message)
                     else:
                         self._handle(worker, number, link, message, take)
-            if failed is not None:
-                raise failed
+            if failure is not None:
+                raise failure
         except (TransportError, ProtocolError) as error:
             take(pure.LinkLost(worker, number, str(error)))
         except Exception as error:  # noqa: BLE001 - any error is a failure of this link; the others continue
@@ -404,17 +404,17 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if self.data.workers[worker].link_state is pure.LinkState.EXPECTED:
             raise TransportError(f"it ended before it answered the handshake: {message.reason}")
 
-    def _send_whole(self, worker: int, link: int, refused: NoBase) -> None:
+    def _send_whole(self, worker: int, link: int, answer: NoBase) -> None:
         """A worker does not hold the base of a delta: send the version whole, unless a newer one was sent to it since.
 
         A newer one supersedes it there. To the protocol nothing has happened, and nothing is recorded.
         """
-        packed, newest = self._packed.get(refused.version), self.data.workers[worker].due == refused.version
-        if packed is None or packed.payloads is None or not newest or refused.incarnation != self.data.incarnation:
+        packed, newest = self._packed.get(answer.version), self.data.workers[worker].due == answer.version
+        if packed is None or packed.payloads is None or not newest or answer.incarnation != self.data.incarnation:
             return
-        again = packed.payloads.again(worker, link, packed.buffer)
-        if again is not None:
-            SenderDriver._write(self, worker, link, *again)
+        whole = packed.payloads.again(worker, link, packed.buffer)
+        if whole is not None:
+            SenderDriver._write(self, worker, link, *whole)
             self._finish()
 
     def in_parts(
@@ -445,11 +445,11 @@ class SenderDriver(Driver[SenderInput, pure.SenderData, pure.Event, pure.Effect]
         if packed is None or message.incarnation != self.data.incarnation:
             return
         named = self._named.get(message.version, {})
-        sent = named.get(worker) or {packed.digest_to_send(False)}  # if it was not sent to this worker
-        if message.digest not in sent and b"" not in sent:
+        digests = named.get(worker) or {packed.digest_to_send(False)}  # if it was not sent to this worker
+        if message.digest not in digests and b"" not in digests:
             raise ProtocolError(
                 f"an ack of version {message.version} names digest {message.digest.hex()}, which is not that of what "
-                f"was sent ({', '.join(sorted(each.hex() for each in sent))}). The link is taken down."
+                f"was sent ({', '.join(sorted(each.hex() for each in digests))}). The link is taken down."
             )
 
     def _forget(self) -> None:

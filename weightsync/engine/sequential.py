@@ -32,7 +32,7 @@ class SequentialSends:
         self._reported = 0
 
     def send(
-        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
+        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, on_failure: OnFailure
     ) -> SyncReport:
         """Settle the previous update, then send and wait as `WeightSender.send` does.
 
@@ -41,17 +41,17 @@ class SequentialSends:
         Raises:
             As `WeightSender.send`.
         """
-        before = self.settle(deadline.remaining)
-        if before is not None and before.failed:
-            logger.warning("the previous update: %s", before.error())
+        previous = self.settle(deadline.remaining)
+        if previous is not None and previous.failed:
+            logger.warning("the previous update: %s", previous.error())
         report = self._sender.send(weights, worker_ids, timeout=deadline.remaining, on_failure=OnFailure.REPORT)
         self.note(report)
-        if failing is OnFailure.RAISE:
+        if on_failure is OnFailure.RAISE:
             report.raise_on_failure()
         return report
 
     def dispatch(
-        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
+        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, on_failure: OnFailure
     ) -> SyncReport:
         """Settle the previous update, then send as `WeightSender.send_async` does.
 
@@ -62,13 +62,13 @@ class SequentialSends:
             SyncError: the previous update did not reach every worker. This one was dispatched anyway.
                 Otherwise as `WeightSender.send_async`.
         """
-        before = self.settle(deadline.remaining)
+        previous = self.settle(deadline.remaining)
         report = self._sender.send_async(weights, worker_ids)
-        if before is not None and before.failed:
-            if failing is OnFailure.RAISE:
-                raise before.error()
-            logger.warning("the previous update: %s", before.error())
-            return replace(report, previous=before)
+        if previous is not None and previous.failed:
+            if on_failure is OnFailure.RAISE:
+                raise previous.error()
+            logger.warning("the previous update: %s", previous.error())
+            return replace(report, previous=previous)
         return report
 
     def settle(self, timeout: float | Timeout | None = Timeout.DEFAULT) -> SyncReport | None:

@@ -70,30 +70,30 @@ class ServingLock:
         Args:
             entry: the call or the block that serves. If it ends without `leave`, its entry no longer counts.
         """
-        own = threading.get_ident()
+        ident = threading.get_ident()
         with self._lock:
-            if (self._queued or self._swapping is not None) and self._swapping != own and own not in self._serving:
+            if (self._queued or self._swapping is not None) and self._swapping != ident and ident not in self._serving:
                 if self._queued:
                     self._wait_for(lambda: not self._queued, self.patience())
                 self._wait_for(lambda: self._swapping is None, None)
-            self._serving[own].append(entry)
+            self._serving[ident].append(entry)
 
     def enter_to_fork(self, seconds: float | None, entry: ServingEntry, served: ServedModel) -> None:
         """As `enter`, but wait at most this long for a swap, and for forwards in a slot. The model leaves the slot."""
-        own = threading.get_ident()
+        ident = threading.get_ident()
         with self._lock:  # held until the model has moved
-            alone = self._wait_for(lambda: self._may_fork(own, served), seconds)
-            if self._swapping not in (None, own):
+            no_other_forwards = self._wait_for(lambda: self._may_fork(ident, served), seconds)
+            if self._swapping not in (None, ident):
                 served.warn_of_fork_amid_swap()
                 return
-            self._serving[own].append(entry)
-            if alone:
+            self._serving[ident].append(entry)
+            if no_other_forwards:
                 self._queued_since = None  # forwards give way to the next version as if this fork had not waited
-            served.leave_host_slot(alone)
+            served.leave_host_slot(no_other_forwards)
 
-    def _may_fork(self, own: int, served: ServedModel) -> bool:
+    def _may_fork(self, ident: int, served: ServedModel) -> bool:
         still = self._swapping is None and not served.in_slot
-        return still or self._swapping == own or self._is_free(besides=own)
+        return still or self._swapping == ident or self._is_free(except_thread=ident)
 
     def patience(self) -> float:
         """Seconds for which a new forward now waits for others to end, or for threads that wait to change the model."""
@@ -116,10 +116,10 @@ class ServingLock:
 
     def leave_forward(self) -> None:
         """End the forward that this thread began last. Do nothing if it began before its model was guarded."""
-        own = threading.get_ident()
+        ident = threading.get_ident()
         with self._lock:
-            if own in self._serving and isinstance(self._serving[own][-1], FrameType):
-                self._end_entry(own)
+            if ident in self._serving and isinstance(self._serving[ident][-1], FrameType):
+                self._end_entry(ident)
 
     def _end_entry(self, thread: int, index: int = -1) -> None:
         """End one of the things that a thread began, if there is any."""
@@ -131,11 +131,11 @@ class ServingLock:
             if self._waiters:
                 self._changed.notify_all()
 
-    def _wait_for(self, met: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``met()``, with the lock held; False: time is up."""
+    def _wait_for(self, is_met: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until ``is_met()``, with the lock held; False: time is up."""
         self._waiters += 1
         try:
-            return self._changed.wait_for(met, timeout)
+            return self._changed.wait_for(is_met, timeout)
         finally:
             self._waiters -= 1
 
@@ -149,14 +149,14 @@ class ServingLock:
         Returns:
             Whether it was taken. A thread that serves the model itself does not get it.
         """
-        own = threading.get_ident()
+        ident = threading.get_ident()
         with self._lock:
             free = (self._swapping is None and not self._serving) or self._is_free()
-            if self._swapping == own or own in self._serving:
+            if self._swapping == ident or ident in self._serving:
                 return False
             if not (free or (timeout != 0.0 and self._wait_for(self._is_free, timeout))):
                 return False
-            self._swapping, self._queued_since = own, None
+            self._swapping, self._queued_since = ident, None
             return True
 
     def queue(self) -> None:
@@ -171,35 +171,35 @@ class ServingLock:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def alone(self, deadline: Deadline, asked: str) -> Iterator[None]:
+    def alone(self, deadline: Deadline, method: str) -> Iterator[None]:
         """Hold the lock exclusively, except for this thread's own forwards. Waits for all other threads.
 
         Raises ModelBusyError: other threads used the model until then, or this thread is changing it.
         """
-        own = threading.get_ident()
+        ident = threading.get_ident()
         with self._lock:
-            if self._swapping == own:
+            if self._swapping == ident:
                 raise ModelBusyError(
-                    f"{asked}(): this thread is applying weights, and called a hook, such as set_extra_state(), that "
+                    f"{method}(): this thread is applying weights, and called a hook, such as set_extra_state(), that "
                     "made this call. Nothing has changed; make the call when the hook has returned."
                 )
         try:
             with self._lock:
-                self._wait_until_free(own, deadline, asked)
-                self._swapping, self._queued_since = own, None
+                self._wait_until_free(ident, deadline, method)
+                self._swapping, self._queued_since = ident, None
             yield
         finally:
-            if self._swapping == own:
+            if self._swapping == ident:
                 self.end_swap()
 
-    def _wait_until_free(self, own: int, deadline: Deadline, asked: str) -> None:
+    def _wait_until_free(self, ident: int, deadline: Deadline, method: str) -> None:
         self._queued += 1
         try:
-            while not self._wait_for(lambda: self._is_free(besides=own), deadline.nap):
+            while not self._wait_for(lambda: self._is_free(except_thread=ident), deadline.nap):
                 if deadline.passed:
                     raise ModelBusyError(
-                        f"{asked}(): other threads used the model until the timeout (a forward, or a serving() block). "
-                        "Nothing has changed; call it again, or give it a longer timeout=."
+                        f"{method}(): other threads used the model until the timeout (a forward, or a serving() "
+                        "block). Nothing has changed; call it again, or give it a longer timeout=."
                     )
         finally:
             self._queued -= 1
@@ -212,14 +212,14 @@ class ServingLock:
             if self._waiters:
                 self._changed.notify_all()
 
-    def _is_free(self, besides: int | None = None) -> bool:
+    def _is_free(self, except_thread: int | None = None) -> bool:
         if self._swapping is not None:
             return False
         for thread, entries in list(self._serving.items()):
             entries[:] = [entry for entry in entries if not _has_ended(entry)]
             if not entries:
                 del self._serving[thread]
-        return all(thread == besides for thread in self._serving)
+        return all(thread == except_thread for thread in self._serving)
 
 
 def _has_ended(entry: ServingEntry) -> bool:
@@ -378,10 +378,10 @@ class ServedModel:
         """Whether the model is in a slot on the host, where it cannot stay in a forked child."""
         return self.target is not None and self.target.in_slot
 
-    def leave_host_slot(self, alone: bool) -> None:
+    def leave_host_slot(self, no_other_forwards: bool) -> None:
         """Have the model leave its slot on the host before a fork: a child cannot answer for it. It uses no device."""
         try:
-            if self.in_slot and not alone:
+            if self.in_slot and not no_other_forwards:
                 raise ModelBusyError(f"forwards in other threads did not end within {FORK_PATIENCE:g} seconds")
             if self.target is not None and self.in_slot:
                 self.target.leave()
@@ -438,19 +438,19 @@ class ServedModel:
         if self.path is None:
             return
         try:
-            found = _resolve_model(self._context(), self.path)
+            model = _resolve_model(self._context(), self.path)
         except ConfigurationError:
             if isinstance(self.model, str):
                 raise
             return  # the context was garbage-collected; the model found on it earlier is still alive
         if isinstance(self.model, str):
-            self._find(found)
-        elif found is not self.model:
+            self._find(model)
+        elif model is not self.model:
             # While other threads serve the previous model, nothing could be applied anyway; the next use tries again.
             with contextlib.suppress(ModelBusyError):
-                self.serve(found, self.path, Deadline(0))
+                self.serve(model, self.path, Deadline(0))
 
-    def _find(self, found: Any) -> None:
+    def _find(self, model: Any) -> None:
         """Serve the model found at the path for the first time. No weights change, so threads may be inside serving().
 
         Another thread may have found it at the same time.
@@ -458,8 +458,8 @@ class ServedModel:
         with self._driver.lock:
             if not isinstance(self.model, str):
                 return
-            self._replace(found, self.path)
-        self._guard(found)
+            self._replace(model, self.path)
+        self._guard(model)
         # Otherwise a swap does it: a kernel of a thread that serves may be reading where the tensors are.
         with contextlib.suppress(ModelBusyError), self.serving.alone(Deadline(0), "receive"), self._driver.lock:
             self.unshare()
@@ -476,9 +476,9 @@ class ServedModel:
         return target
 
     def _target_of(self, model: Any) -> Target:
-        chosen = self._services.applied_selection
+        selection = self._services.applied_selection
         match model:
-            case Relay() if chosen is not None:
+            case Relay() if selection is not None:
                 raise ConfigurationError(
                     f"this worker has no model {self._driver.model_id!r} of its own: it only passes weights on to its "
                     "own workers. Give names= to these workers, or give this worker the model."
@@ -488,7 +488,7 @@ class ServedModel:
             case Loader():
                 self._had_loader = True
                 return LoaderTarget(model, self._pending_version)
-        target = Target(model, self._services.apply_mode, read_live if chosen is None else chosen.read)
+        target = Target(model, self._services.apply_mode, read_live if selection is None else selection.read)
         if isinstance(model, nn.Module):
             self.shared = target
         return target

@@ -120,13 +120,13 @@ class Workers:
         for link in self._driver.links():
             link.withdraw() if isinstance(link, Withdraws) else close(link)
 
-    def wait(self, timeout: float | Timeout | None, asked: str = "await_workers") -> None:
-        """See `WeightSender.await_workers`; ``asked`` is the method that the user called."""
+    def wait(self, timeout: float | Timeout | None, method: str = "await_workers") -> None:
+        """See `WeightSender.await_workers`; ``method`` is the method that the user called."""
         deadline = Deadline(timeout)
         with Shield(self._driver.waker.fire) as shield:
             while True:
-                seen = self._driver.waker.fired
-                self._driver.require(SenderInput.SEND, asked)
+                fired = self._driver.waker.fired
+                self._driver.require(SenderInput.SEND, method)
                 self._driver.pump()
                 expected = self._workers_in_state(LinkState.EXPECTED)
                 if not expected:
@@ -134,7 +134,7 @@ class Workers:
                 if deadline.passed:
                     self._raise_timeout(sorted(expected))
                 shield.deliver()
-                self._driver.wait(seconds_to_check(deadline.nap) if self._driver.awaited else deadline.nap, seen)
+                self._driver.wait(seconds_to_check(deadline.nap) if self._driver.awaited else deadline.nap, fired)
         self._require_all_up()
         self.make_slots()
 
@@ -143,8 +143,8 @@ class Workers:
         self._packer.reserve(self._driver)
 
     def _raise_timeout(self, expected: list[int]) -> NoReturn:
-        known = {worker: remark for worker in expected if (remark := self._driver.remark(worker))}
-        remarks = "".join(f" Worker {worker}: {sentence(remark)}" for worker, remark in known.items())
+        remark_by_worker = {worker: remark for worker in expected if (remark := self._driver.remark(worker))}
+        remarks = "".join(f" Worker {worker}: {sentence(remark)}" for worker, remark in remark_by_worker.items())
         raise AckTimeoutError(
             f"workers {expected} of {self._driver.model_id!r} have not connected.{remarks} They may still be "
             "starting, or have no model of that name yet: look at their logs and wait again, or remove them with "
@@ -169,19 +169,19 @@ class Workers:
         workers = dict(self._driver.data.workers.items())
         return {worker: entry for worker, entry in workers.items() if entry.link_state is link_state}
 
-    def require_enough_workers(self, wanted: SendTargets, always: int | None) -> None:
+    def require_enough_workers(self, targets: SendTargets, default_number: int | None) -> None:
         """Raise ConfigurationError: there are fewer workers than expected, or what is expected is not a number.
 
         Args:
-            always: how many workers the sender expects if the send does not say so.
+            default_number: how many workers the sender expects if the send does not say so.
         """
-        data, expected = self._driver.data, expected_number(wanted.expected)
-        expected = expected_number(always) if expected is None else expected
+        data, expected = self._driver.data, expected_number(targets.expected)
+        expected = expected_number(default_number) if expected is None else expected
         if expected is not None and len(data.workers) < expected:
-            left = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
+            goodbyes = "".join(f" Worker {worker} left: {goodbye}." for worker, goodbye in data.left.items())
             raise ConfigurationError(
                 f"{expected} workers are expected, and {len(data.workers)} have been added: "
-                f"{sorted(data.workers)}.{left} "
+                f"{sorted(data.workers)}.{goodbyes} "
                 "Nothing was sent and no version was used. add_worker() adds a worker."
             )
 
