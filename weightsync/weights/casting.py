@@ -63,7 +63,7 @@ def _is_cast(entry: Entry, wire_dtype: WireDtype) -> bool:
     return entry.dtype in _FLOATS and ITEMSIZES[entry.dtype] > ITEMSIZES[wire_dtype.value]
 
 
-def refuse_overflow(weights: Weights, sent: Layout, flat: Tensor, wire_dtype: WireDtype) -> None:
+def refuse_overflow(weights: Weights, layout: Layout, flat: Tensor, wire_dtype: WireDtype) -> None:
     """Refuse weights of which a finite value became infinite when they were packed.
 
     Args:
@@ -73,43 +73,43 @@ def refuse_overflow(weights: Weights, sent: Layout, flat: Tensor, wire_dtype: Wi
     """
     dtype = DTYPES[wire_dtype.value]
     with torch.inference_mode():
-        for group in sent.groups:
+        for group in layout.groups:
             if group.dtype != wire_dtype.value or _is_finite(_bytes(flat, group).view(dtype)):
                 continue
             # An infinite value may have been infinite before (the mask of an attention layer is).
-            for entry in sent.entries[group.first : group.last]:
+            for entry in layout.entries[group.first : group.last]:
                 cast = shaped(_bytes(flat, entry).view(dtype), entry)
                 _refuse_overflow_of(entry, weights.tensors[entry.name], cast)
 
 
-def refuse_non_finite(model_id: str, sent: Layout, flat: Tensor) -> None:
+def refuse_non_finite(model_id: str, layout: Layout, flat: Tensor) -> None:
     """Refuse weights with NaN or infinite values: the option ``check_finite``.
 
     Args:
         model_id: the name of the model, for the message.
-        sent: the layout of what was packed.
+        layout: the layout of what was packed.
         flat: the bytes of what was packed, where they are. Integers and bools are not read.
 
     Raises:
         NonFiniteError: there are such values. The error names the tensors.
     """
-    found: dict[str, tuple[int, int]] = {}
+    non_finite: dict[str, tuple[int, int]] = {}
     with torch.inference_mode():
-        for group in sent.groups:
+        for group in layout.groups:
             dtype = DTYPES[group.dtype]
             if not (dtype.is_floating_point or dtype.is_complex) or _all_finite(_bytes(flat, group), dtype):
                 continue
-            for entry in sent.entries[group.first : group.last]:
+            for entry in layout.entries[group.first : group.last]:
                 values = _bytes(flat, entry)
                 if not _all_finite(values, dtype):
                     real = _real(values, dtype)
-                    found[entry.name] = int(real.isnan().sum()), int(real.isinf().sum())
-    if found:
-        counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in found.items()]
+                    non_finite[entry.name] = int(real.isnan().sum()), int(real.isinf().sum())
+    if non_finite:
+        counts = [f"{quoted(name)} ({nans} NaN, {infinite} infinite)" for name, (nans, infinite) in non_finite.items()]
         raise NonFiniteError(
             f"some tensors of {model_id!r} have values that are not finite: {listed(counts)}. No version was sent; the "
             "workers keep the version that they serve. Look at the trainer's loss and gradients.",
-            found,
+            non_finite,
         )
 
 
@@ -146,11 +146,11 @@ def _refuse_overflow_of(entry: Entry, source: Tensor, cast: Tensor) -> None:
     if not lost.any():
         return
     count = int(lost.sum())
-    several = f"{count} value{'s' * (count > 1)}"
+    amount = f"{count} value{'s' * (count > 1)}"
     value, most = float(source.cpu()[lost][0]), torch.finfo(cast.dtype).max
     advice = "wire_dtype='bfloat16' has the range of float32" if entry.dtype == "float16" else "bring it into range"
     raise LayoutError(
-        f"'{entry.name}' has {several}, such as {value:g}, that would be sent as inf: the largest "
+        f"'{entry.name}' has {amount}, such as {value:g}, that would be sent as inf: the largest "
         f"{entry.dtype} is {most:g}, and wire_dtype='{entry.dtype}' was chosen. No version was sent: {advice}.",
         mismatched={entry.name: f"{value:g} does not fit into {entry.dtype}"},
     )

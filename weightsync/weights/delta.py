@@ -46,64 +46,64 @@ def word_of(layout: Layout) -> int:
     return 2 if 2 * narrow > layout.nbytes else 4
 
 
-def encode(base: memoryview, payload: memoryview, word: int, most: int) -> bytes | None:
+def encode(base: memoryview, payload: memoryview, word_size: int, max_nbytes: int) -> bytes | None:
     """Encode the differences of a payload from its base, which has the same size.
 
     Args:
-        word: 2 or 4.
-        most: the largest delta that is wanted, in bytes.
+        word_size: 2 or 4.
+        max_nbytes: the largest delta that is wanted, in bytes.
 
     Returns:
         The delta; None if it would be larger.
     """
     if payload.nbytes > _LARGEST:
         return None
-    whole = payload.nbytes // word * word
-    old = numpy.frombuffer(base[:whole], _WORDS[word])
-    new = numpy.frombuffer(payload[:whole], _WORDS[word])
-    threads = threads_for(whole)
-    parts = shares(whole, _STRIDE * BLOCK * word, threads)
-    found: dict[int, list[_Block]] = {start: [] for start, _ in parts}
-    sizes = dict.fromkeys(found, _HEAD.size)
+    words_nbytes = payload.nbytes // word_size * word_size
+    old = numpy.frombuffer(base[:words_nbytes], _WORDS[word_size])
+    new = numpy.frombuffer(payload[:words_nbytes], _WORDS[word_size])
+    threads = threads_for(words_nbytes)
+    parts = shares(words_nbytes, _STRIDE * BLOCK * word_size, threads)
+    blocks_of_part: dict[int, list[_Block]] = {start: [] for start, _ in parts}
+    sizes = dict.fromkeys(blocks_of_part, _HEAD.size)
 
     def compare(start: int, end: int) -> None:
-        for first in range(start // word, end // word, _STRIDE * BLOCK):
-            if sum(sizes.values()) > most:
+        for first in range(start // word_size, end // word_size, _STRIDE * BLOCK):
+            if sum(sizes.values()) > max_nbytes:
                 return
-            last = min(first + _STRIDE * BLOCK, end // word)
+            last = min(first + _STRIDE * BLOCK, end // word_size)
             for block in _differing_blocks(old[first:last], new[first:last], first // BLOCK):
-                found[start].append(block)
+                blocks_of_part[start].append(block)
                 sizes[start] += _RECORD.itemsize + len(block[2]) + len(block[3])
 
     in_threads(compare, parts, threads)
-    if sum(sizes.values()) > most:
+    if sum(sizes.values()) > max_nbytes:
         return None
-    blocks = [block for start in sorted(found) for block in found[start]]
+    blocks = [block for start in sorted(blocks_of_part) for block in blocks_of_part[start]]
     records = numpy.array([block[:2] for block in blocks], dtype=_RECORD) if blocks else numpy.empty(0, _RECORD)
-    head = _HEAD.pack(payload.nbytes, len(blocks), word, 0)
+    head = _HEAD.pack(payload.nbytes, len(blocks), word_size, 0)
     values, positions = (block[2] for block in blocks), (block[3] for block in blocks)
-    return b"".join((head, records.tobytes(), *values, *positions, payload[whole:]))
+    return b"".join((head, records.tobytes(), *values, *positions, payload[words_nbytes:]))
 
 
-def _differing_blocks(old: Any, new: Any, number: int) -> Iterator[_Block]:
+def _differing_blocks(old: Any, new: Any, first_block: int) -> Iterator[_Block]:
     """The blocks that differ, among words that start at the beginning of a block."""
     differs = old != new
     if not differs.any():
         return
     for start in range(0, len(new), BLOCK):
-        where = differs[start : start + BLOCK]
-        count = int(numpy.count_nonzero(where))
+        mask = differs[start : start + BLOCK]
+        count = int(numpy.count_nonzero(mask))
         if count:
             words = new[start : start + BLOCK]
-            yield number + start // BLOCK, count, words[where].tobytes(), _positions(where, count)
+            yield first_block + start // BLOCK, count, words[mask].tobytes(), _positions(mask, count)
 
 
-def _positions(where: Any, count: int) -> bytes:
-    if count == len(where):
+def _positions(mask: Any, count: int) -> bytes:
+    if count == len(mask):
         return b""
-    if 2 * count < -(-len(where) // 8):
-        return numpy.flatnonzero(where).astype("<u2").tobytes()
-    return numpy.packbits(where, bitorder="little").tobytes()
+    if 2 * count < -(-len(mask) // 8):
+        return numpy.flatnonzero(mask).astype("<u2").tobytes()
+    return numpy.packbits(mask, bitorder="little").tobytes()
 
 
 def apply(delta: memoryview, payload: memoryview) -> None:
@@ -115,38 +115,38 @@ def apply(delta: memoryview, payload: memoryview) -> None:
     Raises:
         ProtocolError: the delta is malformed, or is for a payload of another size. The payload is then undefined.
     """
-    word, records = _read_head(delta, payload.nbytes)
-    whole = payload.nbytes // word * word
+    word_size, records = _read_head(delta, payload.nbytes)
+    words_nbytes = payload.nbytes // word_size * word_size
     counts = records["count"].astype(numpy.int64)
-    words = numpy.minimum(whole // word - records["block"].astype(numpy.int64) * BLOCK, BLOCK)
-    if (numpy.diff(records["block"].astype(numpy.int64)) <= 0).any() or (counts < 1).any() or (counts > words).any():
+    lengths = numpy.minimum(words_nbytes // word_size - records["block"].astype(numpy.int64) * BLOCK, BLOCK)
+    if (numpy.diff(records["block"].astype(numpy.int64)) <= 0).any() or (counts < 1).any() or (counts > lengths).any():
         raise malformed("A delta names blocks that its payload does not have", delta[: _HEAD.size])
-    sizes = numpy.where(counts == words, 0, numpy.minimum(2 * counts, -(-words // 8)))
+    sizes = numpy.where(counts == lengths, 0, numpy.minimum(2 * counts, -(-lengths // 8)))
     start = _HEAD.size + records.nbytes
-    end = start + int(counts.sum()) * word
+    end = start + int(counts.sum()) * word_size
     tail = end + int(sizes.sum())
-    if tail + payload.nbytes - whole != delta.nbytes:
+    if tail + payload.nbytes - words_nbytes != delta.nbytes:
         raise malformed("A delta is shorter or longer than it says", delta[: _HEAD.size])
-    values = numpy.frombuffer(delta[start:end], _WORDS[word])
-    held = numpy.frombuffer(payload[:whole], _WORDS[word])
-    at, before = 0, end
+    values = numpy.frombuffer(delta[start:end], _WORDS[word_size])
+    words = numpy.frombuffer(payload[:words_nbytes], _WORDS[word_size])
+    value_index, position_offset = 0, end
     for block, count, size, length in zip(
-        records["block"].tolist(), counts.tolist(), sizes.tolist(), words.tolist(), strict=True
+        records["block"].tolist(), counts.tolist(), sizes.tolist(), lengths.tolist(), strict=True
     ):
-        which = _decode_positions(delta[before : before + size], count, length)
-        held[block * BLOCK : block * BLOCK + length][which] = values[at : at + count]
-        at, before = at + count, before + size
-    payload[whole:] = delta[tail:]
+        changed = _decode_positions(delta[position_offset : position_offset + size], count, length)
+        words[block * BLOCK : block * BLOCK + length][changed] = values[value_index : value_index + count]
+        value_index, position_offset = value_index + count, position_offset + size
+    payload[words_nbytes:] = delta[tail:]
 
 
 def _read_head(delta: memoryview, nbytes: int) -> tuple[int, Any]:
     if delta.nbytes < _HEAD.size:
         raise malformed("A delta ends within its head", delta)
-    whole, blocks, word, zero = _HEAD.unpack_from(delta)
+    base_nbytes, blocks, word_size, zero = _HEAD.unpack_from(delta)
     end = _HEAD.size + blocks * _RECORD.itemsize
-    if whole != nbytes or word not in _WORDS or zero or end > delta.nbytes:
-        raise malformed(f"A delta for {whole} bytes came for a payload of {nbytes}", delta[: _HEAD.size])
-    return word, numpy.frombuffer(delta[_HEAD.size : end], _RECORD)
+    if base_nbytes != nbytes or word_size not in _WORDS or zero or end > delta.nbytes:
+        raise malformed(f"A delta for {base_nbytes} bytes came for a payload of {nbytes}", delta[: _HEAD.size])
+    return word_size, numpy.frombuffer(delta[_HEAD.size : end], _RECORD)
 
 
 def _decode_positions(encoded: memoryview, count: int, length: int) -> Any:
@@ -154,11 +154,11 @@ def _decode_positions(encoded: memoryview, count: int, length: int) -> Any:
     if count == length:
         return slice(None)
     if 2 * count < -(-length // 8):
-        where = numpy.frombuffer(encoded, "<u2")
-        if int(where.max()) < length:
-            return where
+        positions = numpy.frombuffer(encoded, "<u2")
+        if int(positions.max()) < length:
+            return positions
     else:
-        where = numpy.unpackbits(numpy.frombuffer(encoded, numpy.uint8), count=length, bitorder="little").view(bool)
-        if int(numpy.count_nonzero(where)) == count:
-            return where
+        positions = numpy.unpackbits(numpy.frombuffer(encoded, numpy.uint8), count=length, bitorder="little").view(bool)
+        if int(numpy.count_nonzero(positions)) == count:
+            return positions
     raise malformed("A delta names words that its block does not have", b"")

@@ -24,7 +24,7 @@ class FunctionalCallError(LayoutError):
     """Other tensors stand in for a module's parameters at the moment, as in `torch.func.functional_call`."""
 
 
-def refuse_functional_call(known: Weights, found: Weights, destination: object) -> None:
+def refuse_functional_call(last_read: Weights, weights: Weights, destination: object) -> None:
     """Raise FunctionalCallError if parameters of a module that were read before are plain tensors now.
 
     A module does not accept a plain tensor as a parameter, so the parameters will come back. Weights written to the
@@ -32,9 +32,9 @@ def refuse_functional_call(known: Weights, found: Weights, destination: object) 
     """
     if not isinstance(destination, nn.Module):
         return
-    for name, tensor in known.tensors.items():
-        now = found.tensors.get(name)
-        replaced = isinstance(tensor, nn.Parameter) and now is not None and not isinstance(now, nn.Parameter)
+    for name, tensor in last_read.tensors.items():
+        current = weights.tensors.get(name)
+        replaced = isinstance(tensor, nn.Parameter) and current is not None and not isinstance(current, nn.Parameter)
         if replaced and not _is_buffer(destination, name):
             raise FunctionalCallError(
                 f"'{name}' of the destination is not its parameter now, but another tensor "
@@ -49,13 +49,13 @@ def _is_buffer(root: nn.Module, name: str) -> bool:
     return any(found == owner and own in module._buffers for found, module in modules)
 
 
-def outside_functional_call(read: Read, known: Weights) -> Read:
+def outside_functional_call(read: Read, last_read: Weights) -> Read:
     """`read`, which also raises FunctionalCallError if parameters that were read before are plain tensors now."""
 
     def reading(destination: object) -> Weights:
-        found = read(destination)
-        refuse_functional_call(known, found, destination)
-        return found
+        weights = read(destination)
+        refuse_functional_call(last_read, weights, destination)
+        return weights
 
     return reading
 

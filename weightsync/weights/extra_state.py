@@ -53,26 +53,26 @@ class PerClass(dict[ref[type[Any]], bool]):
     It keeps no class alive, as a `functools.lru_cache` would, with all that the class's methods refer to.
 
     Args:
-        ask: finds the answer for a class.
+        predicate: finds the answer for a class.
     """
 
-    def __init__(self, ask: Callable[[type[Any]], bool]) -> None:
+    def __init__(self, predicate: Callable[[type[Any]], bool]) -> None:
         super().__init__()
-        self._ask = ask
+        self._ask = predicate
         self._ends: dict[ref[type[Any]], ref[type[Any]]] = {}
 
-    def __missing__(self, of: ref[type[Any]]) -> bool:
-        kind = of()
+    def __missing__(self, class_ref: ref[type[Any]]) -> bool:
+        kind = class_ref()
         assert kind is not None
         answer = self._ask(kind)
         # The key is the one that all callers get from `ref(kind)`: it is found without comparing the classes.
-        self._ends[of] = ref(kind, lambda _: self._forget(of))
-        self[of] = answer
+        self._ends[class_ref] = ref(kind, lambda _: self._forget(class_ref))
+        self[class_ref] = answer
         return answer
 
-    def _forget(self, of: ref[type[Any]]) -> None:
-        self.pop(of, None)
-        self._ends.pop(of, None)
+    def _forget(self, class_ref: ref[type[Any]]) -> None:
+        self.pop(class_ref, None)
+        self._ends.pop(class_ref, None)
 
 
 class _UnsupportedError(TypeError):
@@ -296,9 +296,9 @@ def refuse_hidden_state(
         prefix: what all names begin with, if `root` is a part of the model.
     """
     _refuse_invisible_state(customising)
-    before = [_mark(tensor) for tensor in tensors.values()]
+    marks = [_mark(tensor) for tensor in tensors.values()]
     hidden = dict(_hidden_entries(_flatten(_state_dict_of(root), prefix, extras), tensors))
-    changed = [name for (name, tensor), mark in zip(tensors.items(), before, strict=True) if _mark(tensor) != mark]
+    changed = [name for (name, tensor), mark in zip(tensors.items(), marks, strict=True) if _mark(tensor) != mark]
     for name in (*changed, *_replaced_names(customising, tensors)):
         hidden[name] = "is written by state_dict(), from state that is kept elsewhere"
     if hidden:
@@ -370,11 +370,11 @@ _PACKED = re.compile(r"\bops\.quantized\.|\.PackedParameter\b|\.LinearPackedPara
 
 def _state_dict_of(root: nn.Module) -> Mapping[str, Any]:
     try:
-        found = _call_state_dict(root)
+        state = _call_state_dict(root)
     except Exception as error:
         message = f"The state of {_name_of(type(root))} cannot be determined: its state_dict() raised {error!r}."
         raise LayoutError(f"{message} {_ADVICE}") from error
-    return found
+    return state
 
 
 def _call_state_dict(root: nn.Module) -> Mapping[str, Any]:

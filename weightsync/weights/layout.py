@@ -236,13 +236,13 @@ class Layout:
         """
         if self.fits(other):
             return None
-        wanted, given = _described(self), _described(other)
-        missing = sorted(wanted.keys() - given.keys())
-        unexpected = sorted(given.keys() - wanted.keys())
+        expected, received = _described(self), _described(other)
+        missing = sorted(expected.keys() - received.keys())
+        unexpected = sorted(received.keys() - expected.keys())
         mismatched = {
-            name: _describe_mismatch(wanted[name], given[name])
-            for name in sorted(wanted.keys() & given.keys())
-            if wanted[name] != given[name]
+            name: _describe_mismatch(expected[name], received[name])
+            for name in sorted(expected.keys() & received.keys())
+            if expected[name] != received[name]
         }
         parts = [_list_names("missing", missing), _list_names("unexpected", unexpected), _list_mismatches(mismatched)]
         message = f"{summary}: {'; '.join(filter(None, parts))}."
@@ -275,15 +275,17 @@ class Layout:
             return LayoutError(f"{error} {hint}", error.missing, error.unexpected)
         if len(pairs) != 1:
             return error
-        ((wanted, given),) = pairs
-        if not (_is_cast_by_to(wanted) and _is_cast_by_to(given)):
+        ((own_dtype, sent_dtype),) = pairs
+        if not (_is_cast_by_to(own_dtype) and _is_cast_by_to(sent_dtype)):
             return error
-        cast = f"cast the worker's model with model.to(torch.{given})."
+        cast = f"cast the worker's model with model.to(torch.{sent_dtype})."
         hint = cast
-        if wanted in _WIRE_DTYPES and given in {*_WIRE_DTYPES, "float64"}:
-            hint = f"give the trainer's scheme wire_dtype='{wanted}', or {cast}"
-            if ITEMSIZES[given] <= ITEMSIZES[wanted]:  # the dtype of the trainer's own model is not known here
-                hint += f" If the trainer's model is {given} itself, only that cast helps: wire_dtype= widens nothing."
+        if own_dtype in _WIRE_DTYPES and sent_dtype in {*_WIRE_DTYPES, "float64"}:
+            hint = f"give the trainer's scheme wire_dtype='{own_dtype}', or {cast}"
+            if ITEMSIZES[sent_dtype] <= ITEMSIZES[own_dtype]:  # the dtype of the trainer's own model is not known here
+                hint += (
+                    f" If the trainer's model is {sent_dtype} itself, only that cast helps: wire_dtype= widens nothing."
+                )
         message = f"{error} Both must have the same dtype: {hint}"
         return LayoutError(message, error.missing, error.unexpected, error.mismatched)
 
@@ -300,10 +302,10 @@ def _is_cast_by_to(dtype: str) -> bool:
 
 
 def _place_entries(
-    sized: Iterable[tuple[str, str, tuple[int, ...], int]], orders: Mapping[str, tuple[int, ...]]
+    specs: Iterable[tuple[str, str, tuple[int, ...], int]], orders: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Entry]:
     end, group = 0, ""
-    for name, dtype, shape, nbytes in sized:
+    for name, dtype, shape, nbytes in specs:
         if dtype != group:
             end, group = -(-end // ALIGNMENT) * ALIGNMENT, dtype
         yield Entry(name, dtype, shape, end, nbytes, orders.get(name, ()))
@@ -322,36 +324,36 @@ _Parsed = tuple[list[tuple[str, str, tuple[int, ...]]], list[str], dict[str, tup
 def _parse(data: bytes) -> _Parsed:
     if data[: len(_MAGIC)] != _MAGIC:
         raise LayoutError("it does not start with the magic bytes")
-    (count,), at = _COUNT.unpack_from(data, len(_MAGIC)), len(_MAGIC) + _COUNT.size
+    (count,), offset = _COUNT.unpack_from(data, len(_MAGIC)), len(_MAGIC) + _COUNT.size
     specs, extras, orders = [], [], {}
     for _ in range(count):
-        name, at = _read_text(data, at)
-        code, ndim = _KIND.unpack_from(data, at)
-        shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", data, at + _KIND.size)
+        name, offset = _read_text(data, offset)
+        code, ndim = _KIND.unpack_from(data, offset)
+        shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", data, offset + _KIND.size)
         if not is_sane(shape):
             raise LayoutError(f"'{name}' has an impossible shape")
         specs.append((name, _DTYPES[code & ~_ORDERED], shape))
-        at += _KIND.size + 8 * ndim
+        offset += _KIND.size + 8 * ndim
         if code & _ORDERED:
-            orders[name] = _read_order(data, at, ndim)
-            at += ndim
-    (count,), at = _COUNT.unpack_from(data, at), at + _COUNT.size
+            orders[name] = _read_order(data, offset, ndim)
+            offset += ndim
+    (count,), offset = _COUNT.unpack_from(data, offset), offset + _COUNT.size
     for _ in range(count):
-        name, at = _read_text(data, at)
+        name, offset = _read_text(data, offset)
         extras.append(name)
     return specs, extras, orders
 
 
-def _read_order(data: bytes, at: int, ndim: int) -> tuple[int, ...]:
-    order, dimensions = tuple(data[at : at + ndim]), list(range(ndim))
+def _read_order(data: bytes, offset: int, ndim: int) -> tuple[int, ...]:
+    order, dimensions = tuple(data[offset : offset + ndim]), list(range(ndim))
     if sorted(order) != dimensions or list(order) == dimensions:
         raise LayoutError("a tensor has an impossible order")
     return order
 
 
-def _read_text(data: bytes, at: int) -> tuple[str, int]:
-    (size,) = _COUNT.unpack_from(data, at)
-    start = at + _COUNT.size
+def _read_text(data: bytes, offset: int) -> tuple[str, int]:
+    (size,) = _COUNT.unpack_from(data, offset)
+    start = offset + _COUNT.size
     if len(data) - start < size:
         raise LayoutError("a name is cut off")
     return data[start : start + size].decode("utf-8", "surrogatepass"), start + size
@@ -369,14 +371,16 @@ def _described(layout: Layout) -> _Described:
     return tensors | dict.fromkeys(map(extra_state_name, layout.extras))
 
 
-def _describe_mismatch(wanted: tuple[tuple[int, ...], str] | None, given: tuple[tuple[int, ...], str] | None) -> str:
-    if wanted is None or given is None:
+def _describe_mismatch(
+    expected: tuple[tuple[int, ...], str] | None, received: tuple[tuple[int, ...], str] | None
+) -> str:
+    if expected is None or received is None:
         return "a tensor on one side, extra state on the other"
     differences = []
-    if wanted[0] != given[0]:
-        differences.append(f"shape {given[0]}, expected {wanted[0]}")
-    if wanted[1] != given[1]:
-        differences.append(f"dtype {given[1]}, expected {wanted[1]}")
+    if expected[0] != received[0]:
+        differences.append(f"shape {received[0]}, expected {expected[0]}")
+    if expected[1] != received[1]:
+        differences.append(f"dtype {received[1]}, expected {expected[1]}")
     return ", ".join(differences)
 
 
@@ -429,7 +433,7 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     prefix = longer[0].removesuffix(shorter[0])
     if not prefix or any(long != prefix + short for long, short in zip(longer, shorter, strict=True)):
         return ""
-    said = f" The names differ only by the prefix '{prefix}' of the "
+    message = f" The names differ only by the prefix '{prefix}' of the "
     if longer is unexpected:
-        return f"{said}weights: pass the module inside that wrapper."
-    return f"{said}destination: give both sides the wrapper, or both the module inside it."
+        return f"{message}weights: pass the module inside that wrapper."
+    return f"{message}destination: give both sides the wrapper, or both the module inside it."

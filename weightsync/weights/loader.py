@@ -115,19 +115,19 @@ class LoaderTarget(AnyLayoutTarget):
             Exception: what it raised; the engine serves what it did.
         """
         loader, layout = self.destination, staged.layout
-        taken = _CountedWeights(draw(layout, staged.payload, loader.name_map, loader.bucket_bytes))
+        weights = _CountedWeights(draw(layout, staged.payload, loader.name_map, loader.bucket_bytes))
         try:
-            returned = loader.load(taken, self._version())
+            returned = loader.load(weights, self._version())
         except PartlyLoadedError as error:
             raise SwapBroken(f"The loader had begun to change the engine: {error}") from error
         except Exception as error:
-            taken.annotate(error, len(layout.entries))
+            weights.annotate(error, len(layout.entries))
             raise
         except BaseException as error:
             raise SwapBroken(f"The loader was interrupted: {error!r}.") from error
         finally:
-            taken.end()
-        _require_loaded(taken.count, len(layout.entries), returned)
+            weights.end()
+        _require_loaded(weights.count, len(layout.entries), returned)
 
     def apply(self, weights: object) -> None:  # noqa: ARG002 - an override
         """Applying weights manually is not supported.
@@ -272,11 +272,11 @@ def draw(
 
     The views keep its memory alive; it may be overwritten once the version has been answered.
     """
-    host, found = on_host(payload, layout.nbytes), renamed(layout, names)
+    host, engine_names = on_host(payload, layout.nbytes), renamed(layout, names)
     viewable = not host.readonly and address_of(host) % ALIGNMENT == 0
     flat = borrowed(address_of(host), layout.nbytes)
     for first, last in buckets(layout, bucket_bytes):
         start, end = layout.entries[first].offset, _end(layout.entries[last - 1])
         # A storage for each bucket: `torch.save` refuses tensors of several dtypes in one.
         piece = owning(host, start, end - start) if viewable else flat[start:end].clone()
-        yield from zip(found[first:last], map(Tensor.contiguous, views(layout, piece, first, last)), strict=True)
+        yield from zip(engine_names[first:last], map(Tensor.contiguous, views(layout, piece, first, last)), strict=True)

@@ -103,8 +103,8 @@ class MappedPayload:
             for storage, address in zip(self._storages, self._addresses, strict=True):
                 if storage.data_ptr() != address:
                     continue
-                here = range(address, address + storage.nbytes())
-                inside = [i for i, tensor in enumerate(tensors) if i not in staying and tensor.data_ptr() in here]
+                span = range(address, address + storage.nbytes())
+                inside = [i for i, tensor in enumerate(tensors) if i not in staying and tensor.data_ptr() in span]
                 memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 for group in dict.fromkeys(groups.get(index, (index,)) for index in inside):
                     together = [tensors[index] for index in group]
@@ -168,14 +168,14 @@ class MappedPayloads:
         # Cached only when a payload is seen a second time; the views of a payload that is used once are dropped with
         # the parameters. Cached views hold the memory, so the key cannot be reused for other memory.
         key = address, layout.digest
-        again = key in self._kept
-        found = self._kept.pop(key, None)
-        if found is None or found.moved:
-            found = _mapped(layout, payload, payload)
-        self._kept[key] = found if again else None
+        seen_before = key in self._kept
+        mapped = self._kept.pop(key, None)
+        if mapped is None or mapped.moved:
+            mapped = _mapped(layout, payload, payload)
+        self._kept[key] = mapped if seen_before else None
         while len(self._kept) > (KEPT_PAYLOADS if layout.nbytes < LARGE_NBYTES else KEPT_LARGE):
             self._kept.popitem(last=False)
-        return found
+        return mapped
 
     def only_keeps(self, payload: memoryview) -> bool:
         """Whether nothing refers to the memory of a payload but the views that are kept of it."""

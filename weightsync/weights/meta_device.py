@@ -33,23 +33,23 @@ def fill_in(module: nn.Module) -> bool:
     for name, owner in module.named_modules():
         for key in sorted(owner._non_persistent_buffers_set):
             if _is_meta(owner._buffers.get(key)):
-                where = f"{name}.{key}".lstrip(".")
+                path = f"{name}.{key}".lstrip(".")
                 raise LayoutError(
-                    f"'{where}' is on the meta device and not persistent, so no update will fill it: register it as "
+                    f"'{path}' is on the meta device and not persistent, so no update will fill it: register it as "
                     "persistent, give it data before the scheme is initialised, or give a TorchRL collector "
                     "policy_factory=.",
-                    mismatched={where: "is on the meta device, and not persistent"},
+                    mismatched={path: "is on the meta device, and not persistent"},
                 )
     # First: other modules may share its tensors.
-    given = [_fill_in_place(owner) for owner in module.modules() if isinstance(owner, TensorDictParams)]
+    tensordicts_filled = [_fill_in_place(owner) for owner in module.modules() if isinstance(owner, TensorDictParams)]
     filled: dict[int, Tensor] = {}
     for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
-            for key, tensor in held.items():
+        for tensors in (owner._parameters, owner._buffers):
+            for key, tensor in tensors.items():
                 # A lazy one has no shape yet, so it gets no memory: the target refuses it by name.
                 if tensor is not None and tensor.is_meta and not is_lazy(tensor):
-                    held[key] = filled.setdefault(id(tensor), _make_filled(tensor))  # type: ignore[assignment]
-    return bool(filled) or any(given)
+                    tensors[key] = filled.setdefault(id(tensor), _make_filled(tensor))  # type: ignore[assignment]
+    return bool(filled) or any(tensordicts_filled)
 
 
 def give_memory(model: object) -> bool:

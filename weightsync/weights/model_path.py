@@ -34,19 +34,19 @@ def _resolve_model(context: object, path: str) -> Any:
             path,
             path,
         )
-    found: Any = context
+    value: Any = context
     for match in _PART.finditer(path):
-        found = _step(found, match.group(), path, path[: match.start()].rstrip("."))
-    if found is None:
+        value = _step(value, match.group(), path, path[: match.start()].rstrip("."))
+    if value is None:
         raise ModelPathError(f"'{path}' is None: no model is there.", path, path)
-    return found
+    return value
 
 
-def _step(parent: Any, part: str, path: str, before: str) -> Any:
+def _step(parent: Any, part: str, path: str, prefix: str) -> Any:
     try:
         return parent[_index(part[1:-1])] if part.startswith("[") else getattr(parent, part)
     except Exception as error:  # a property of the user's may raise anything
-        where = f"'{before}'" if before else "the context"
+        where = f"'{prefix}'" if prefix else "the context"
         kind = type(parent).__name__
         message = (
             f"The part '{part}' of the model path '{path}' does not resolve on {where} (a {kind}): "

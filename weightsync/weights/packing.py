@@ -279,11 +279,11 @@ class Pieces:
         To keep those of weights that are elsewhere at each send would take as long as to copy the weights.
         """
         indices, _, sizes = self._joined[first]
-        found: Iterable[memoryview] = memories_at([self._places[index] for index in indices], sizes)
+        memories: Iterable[memoryview] = memories_at([self._places[index] for index in indices], sizes)
         if first in self._copied:
-            found = self._memories[first] = list(found)
+            memories = self._memories[first] = list(memories)
         self._copied.add(first)
-        return found
+        return memories
 
     def _fill_run(self, tensors: list[Tensor], base: int, step: Step) -> None:
         if step.move is Move.JOINED:
@@ -303,12 +303,12 @@ class Pieces:
             sources = map(_get, repeat(run), compress(slices, chosen))
             deque(map(_put, compress(memories, chosen), repeat(slice(None)), sources), maxlen=0)
             return
-        found = kept_views(self._layout, base)
+        entry_views = kept_views(self._layout, base)
         indices = [index for index in range(step.first, step.last) if index in wanted]
         if not indices:
             return
         with torch.inference_mode():
-            torch._foreach_copy_([tensors[index] for index in indices], [found[index] for index in indices])
+            torch._foreach_copy_([tensors[index] for index in indices], [entry_views[index] for index in indices])
 
 
 def _for_each_part(divided: Divided, work: Work) -> None:
@@ -356,22 +356,22 @@ def digest_of_weights(weights: object, read: Callable[[object], Weights] = read_
     Raises:
         ConfigurationError, LayoutError: they cannot be sent.
     """
-    taken = read(weights)
-    return digest_of(taken, layout_of(taken), encode_extras(taken.extras()))
+    weights_read = read(weights)
+    return digest_of(weights_read, layout_of(weights_read), encode_extras(weights_read.extras()))
 
 
 @uncompiled
 def digest_of(weights: Weights, layout: Layout, extras: bytes) -> bytes:
     """Compute the `digest` that these weights would have when packed, using `CHUNK` bytes or the largest tensor's."""
-    hashed, tensors, end = StreamedDigest(), ordered(weights, layout), 0
+    streamed, tensors, end = StreamedDigest(), ordered(weights, layout), 0
     for first, last in _chunks(layout):
         start = layout.entries[first].offset
-        hashed.take(bytes(start - end))
+        streamed.take(bytes(start - end))
         end = layout.entries[last - 1].offset + layout.entries[last - 1].nbytes
         scratch = on_cpu(end - start)
         _fill(layout, first, last, tensors, scratch.data_ptr() - start)
-        hashed.take(scratch.numpy().data)
-    return hashed.combined(extras)
+        streamed.take(scratch.numpy().data)
+    return streamed.combined(extras)
 
 
 def views(layout: Layout, flat: Tensor, first: int = 0, last: int | None = None) -> list[Tensor]:

@@ -140,11 +140,11 @@ def _whole(source: Any, weights: Weights, customising: dict[str, nn.Module]) -> 
     try:
         _refuse_hidden_state(source, weights, customising)
     except LayoutError:
-        found, customising = read_unchecked(source)
-        if found.tensors.keys() == weights.tensors.keys():
+        reread, customising = read_unchecked(source)
+        if reread.tensors.keys() == weights.tensors.keys():
             raise
-        _refuse_hidden_state(source, found, customising)
-        return found
+        _refuse_hidden_state(source, reread, customising)
+        return reread
     return weights
 
 
@@ -194,19 +194,19 @@ def _read_module(
     if is_usual is None:
         is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual[ref(kind)]
     # To look up each attribute in the module would take longer than all of the rest.
-    own = module.__dict__ if is_usual else _read_unusual(module, prefix, into, customising)
-    for name, parameter in own["_parameters"].items():
+    fields = module.__dict__ if is_usual else _read_unusual(module, prefix, into, customising)
+    for name, parameter in fields["_parameters"].items():
         if parameter is not None:
             tensors[prefix + name] = parameter
-    if own["_buffers"]:
-        transient = own["_non_persistent_buffers_set"]
-        for name, buffer in own["_buffers"].items():
+    if fields["_buffers"]:
+        transient = fields["_non_persistent_buffers_set"]
+        for name, buffer in fields["_buffers"].items():
             if buffer is not None and name not in transient:
                 tensors[prefix + name] = buffer
-    if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or _STATE_DICT in own or _SAVE in own:
+    if fields["_state_dict_hooks"] or fields["_state_dict_pre_hooks"] or _STATE_DICT in fields or _SAVE in fields:
         customising[prefix[:-1]] = module
-    if own["_modules"]:
-        for name, child in own["_modules"].items():
+    if fields["_modules"]:
+        for name, child in fields["_modules"].items():
             if type(child) is TensorDictParams:
                 _read_tensordict(child, f"{prefix}{name}.", into)
             elif child is not None:
@@ -365,8 +365,8 @@ def layout_of(weights: Weights, known: Layout | None = None) -> Layout:
             raise LayoutError(f"'{name}' {why}.", mismatched={name: why})
         specs.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
         orders[name] = order_of(tensor)
-    found = Layout(specs, weights.slots, orders)
-    return known if known is not None and known.fits(found) else found
+    layout = Layout(specs, weights.slots, orders)
+    return known if known is not None and known.fits(layout) else layout
 
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")

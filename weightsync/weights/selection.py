@@ -51,18 +51,18 @@ class Selection:
             ConfigurationError: the source or a value in it is of an unsupported type.
             LayoutError: a pattern matches nothing, or a module with a chosen tensor keeps state elsewhere.
         """
-        found, customising = read_unchecked(source)
-        left_out = {name: tensor for name, tensor in found.tensors.items() if not self._has(name)}
+        all_weights, customising = read_unchecked(source)
+        left_out = {name: tensor for name, tensor in all_weights.tensors.items() if not self._has(name)}
         chosen = Weights(
-            {name: tensor for name, tensor in found.tensors.items() if self._has(name)},
-            {module: slot for module, slot in found.slots.items() if self._has(extra_state_name(module))},
+            {name: tensor for name, tensor in all_weights.tensors.items() if self._has(name)},
+            {module: slot for module, slot in all_weights.slots.items() if self._has(extra_state_name(module))},
             left_out,
             _addresses_of(left_out.values()),
         )
-        self._refuse_unmatched(chosen, found)
+        self._refuse_unmatched(chosen, all_weights)
         if customising:
             refuse_fsdp(customising)
-            _refuse_hidden_state(found, chosen, customising)
+            _refuse_hidden_state(all_weights, chosen, customising)
         return chosen
 
     def state_dict(self, source: object) -> dict[str, Any]:
@@ -77,14 +77,14 @@ class Selection:
             known = self._known[name] = any(_matches(name, pattern) for pattern in self._patterns)
         return known
 
-    def _refuse_unmatched(self, chosen: Weights, found: Weights) -> None:
+    def _refuse_unmatched(self, chosen: Weights, all_weights: Weights) -> None:
         names = [*chosen.tensors, *map(extra_state_name, chosen.slots)]
         if names == self._matched:
             return
-        unmatched = [each for each in self._patterns if not any(_matches(name, each) for name in names)]
+        unmatched = [pattern for pattern in self._patterns if not any(_matches(name, pattern) for name in names)]
         if unmatched:
-            has = listed([quoted(name) for name in sorted(found.tensors)]) or "no tensors"
-            lacking = listed([quoted(each) for each in unmatched])
+            has = listed([quoted(name) for name in sorted(all_weights.tensors)]) or "no tensors"
+            lacking = listed([quoted(pattern) for pattern in unmatched])
             text = f"no weights match {lacking} in names=. Available: {has}."
             raise LayoutError(text, missing=unmatched)
         self._matched = names
@@ -92,25 +92,25 @@ class Selection:
 
 def _addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     """Where tensors of any type are; 0 for one that does not say."""
-    found = []
+    addresses = []
     with past_modes():
         for tensor in tensors:
             try:
-                found.append(tensor.data_ptr())
+                addresses.append(tensor.data_ptr())
             except Exception:  # noqa: BLE001 - it has no memory (sparse), or a subclass raises
-                found.append(0)
-    return found
+                addresses.append(0)
+    return addresses
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)  # a name may have brackets, which are a set in a pattern
 
 
-def _refuse_hidden_state(found: Weights, chosen: Weights, customising: dict[str, nn.Module]) -> None:
+def _refuse_hidden_state(all_weights: Weights, chosen: Weights, customising: dict[str, nn.Module]) -> None:
     """Refuse modules that customise their state dict and have chosen tensors of their own, if they keep more state."""
     owners = {name.rpartition(".")[0] for name in chosen.tensors}
     for name in owners.intersection(customising):
         prefix = f"{name}." if name else ""
-        tensors = {each: tensor for each, tensor in found.tensors.items() if each.startswith(prefix)}
-        extras = set(map(extra_state_name, found.slots))
+        tensors = {key: tensor for key, tensor in all_weights.tensors.items() if key.startswith(prefix)}
+        extras = set(map(extra_state_name, all_weights.slots))
         refuse_hidden_state(customising[name], {name: customising[name]}, tensors, extras, prefix)

@@ -94,9 +94,9 @@ class WeightStrategy:
             _replace(destination, read_weights(weights))
 
 
-def strategy_of(given: WeightStrategy | str) -> WeightStrategy:
+def strategy_of(strategy: WeightStrategy | str) -> WeightStrategy:
     """A strategy that was given as itself or by its name. Raises ConfigurationError: there is none of that name."""
-    return WeightStrategy(given) if isinstance(given, str) else given
+    return WeightStrategy(strategy) if isinstance(strategy, str) else strategy
 
 
 def _detach(name: str, tensor: Tensor) -> Tensor:
@@ -119,21 +119,21 @@ def _why_undetached(tensor: Tensor) -> str:
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        *path, last = name.split(".")
-        inner = nested
+        *path, leaf = name.split(".")
+        level = nested
         for part in path:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
+            level = level.setdefault(part, {})
+            if not isinstance(level, dict):
                 raise ConfigurationError(
                     f"'{name}' cannot be nested below '{part}', which is itself a tensor. Choose the flat format "
                     "'state_dict'."
                 )
-        if last in inner:
+        if leaf in level:
             raise ConfigurationError(
                 f"'{name}' cannot be nested: it is a tensor and also has tensors below it. "
                 "Choose the flat format 'state_dict'."
             )
-        inner[last] = value
+        level[leaf] = value
     return nested
 
 

@@ -75,9 +75,9 @@ class DestinationPlan(Struct, frozen=True, eq=False):
 
 
 def plan_for(
-    destination: object, before: DestinationPlan | None = None, read: checks.Read = read_live
+    destination: object, previous: DestinationPlan | None = None, read: checks.Read = read_live
 ) -> DestinationPlan:
-    """Read the destination and return its plan, which is `before` if its tensors and their places are unchanged.
+    """Read the destination and return its plan, which is `previous` if its tensors and their places are unchanged.
 
     Raises:
         ConfigurationError: the destination, or a value in it, is of an unsupported type.
@@ -85,12 +85,12 @@ def plan_for(
             with one that is not read, or a module in it keeps state elsewhere.
     """
     weights = read(destination)
-    if before and (same := _plan_if_unchanged(weights, before)) is not None:
-        return same
+    if previous and (unchanged := _plan_if_unchanged(weights, previous)) is not None:
+        return unchanged
     # Checked tensor by tensor, because the fast path does not notice meta tensors, where writing has no effect.
     layout = layout_of(weights)
-    if before and before.layout.fits(layout):
-        layout = before.layout
+    if previous and previous.layout.fits(layout):
+        layout = previous.layout
     tensors = ordered(weights, layout)
     sharing = sharing_of(tensors)
     checks.refuse_raising(layout, tensors, sharing)
@@ -106,12 +106,12 @@ def _plan_for_layout(destination: object, weights: Weights, layout: Layout, shar
     return DestinationPlan(weights, layout, tensors, form, sharing, may_be_mapped, parameters, devices_of(tensors))
 
 
-def _plan_if_unchanged(weights: Weights, before: DestinationPlan) -> DestinationPlan | None:
-    was, now = before.weights, weights.tensors
+def _plan_if_unchanged(weights: Weights, previous: DestinationPlan) -> DestinationPlan | None:
+    was, now = previous.weights, weights.tensors
     same = list(now) == list(was.tensors) and weights.slots.keys() == was.slots.keys() and weights.beside == was.beside
     # A storage that was freed or shrunk is noticed too, even where its address is the same.
-    if same and all(map(is_, now.values(), was.tensors.values())) and before.form.fits(now.values()):
-        return replace(before, weights=weights) if weights.slots else before
+    if same and all(map(is_, now.values(), was.tensors.values())) and previous.form.fits(now.values()):
+        return replace(previous, weights=weights) if weights.slots else previous
     return None
 
 
@@ -469,11 +469,11 @@ class _Undo:
         """Undo everything, or raise SwapBroken."""
         with past_modes(), past_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             set_data(self._data)
-        for module, slot, before in reversed(self._extras):
+        for module, slot, encoded in reversed(self._extras):
             try:
                 # A hook that raised without changing anything might not accept its own old state.
-                if encode_extras({module: slot.get()}) != before:
-                    slot.set(decode_extras(before)[module])
+                if encode_extras({module: slot.get()}) != encoded:
+                    slot.set(decode_extras(encoded)[module])
             except BaseException as error:  # noqa: BLE001 - a user's hook may raise anything
                 message = f"After {cause!r} the extra state of '{module}' could not be restored: {error!r}."
                 raise SwapBroken(message) from cause

@@ -133,11 +133,11 @@ def held(tensors: Collection[Tensor]) -> list[int]:
 def _distinct(tensors: Collection[Tensor]) -> tuple[Collection[Tensor], list[int]]:
     """Each tensor once, and where among them each of these is; an empty list if none is given twice."""
     ids = list(map(id, tensors))
-    found = dict(zip(ids, tensors, strict=True))
-    if len(found) == len(ids):
+    by_id = dict(zip(ids, tensors, strict=True))
+    if len(by_id) == len(ids):
         return tensors, []
-    places = dict(zip(found, range(len(found)), strict=True))
-    return list(found.values()), list(map(places.__getitem__, ids))
+    places = dict(zip(by_id, range(len(by_id)), strict=True))
+    return list(by_id.values()), list(map(places.__getitem__, ids))
 
 
 def _guards_of(tensors: Collection[Tensor]) -> TensorGuards | None:
@@ -464,16 +464,16 @@ def _bits_of(views: SlotViews) -> list[Tensor]:
 
 def groups_of(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Group]:
     """How tensors on a device are copied into as many others."""
-    found: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    indices_by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for index, (target, source) in enumerate(zip(into, tensors, strict=True)):
         key = target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous()
-        found.setdefault(key, []).append(index)
+        indices_by_kind.setdefault(key, []).append(index)
     groups = []
-    for (to, of, _), indices in found.items():
+    for (to, of, _), indices in indices_by_kind.items():
         bits = BITS.get(to) if to is of else None
         if bits is not None and any(is_lazily_changed(into[i]) or is_lazily_changed(tensors[i]) for i in indices):
             bits = None
-        groups.append(Group(None if len(found) == 1 else indices, bits))
+        groups.append(Group(None if len(indices_by_kind) == 1 else indices, bits))
     return groups
 
 

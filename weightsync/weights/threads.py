@@ -187,17 +187,17 @@ class _Helpers:
             self._keys.discard(key)
             return self._ending()
 
-    def begin(self, job: _Job, wanted: int) -> None:
+    def begin(self, job: _Job, count: int) -> None:
         """Have up to so many threads help with a job."""
         with self._lock:
             self._working += 1
-            jobs, missing = self._jobs, wanted - len(self._threads)
+            jobs, missing = self._jobs, count - len(self._threads)
         try:
             # Without the lock: the garbage collector may call `let_go` in a thread that starts, which is waited for.
             started = list(_started(jobs, missing))
             with self._lock:
                 self._threads += started
-                helping = min(wanted, len(self._threads))
+                helping = min(count, len(self._threads))
             for _ in range(helping):
                 jobs.put(job)
         except BaseException:

@@ -74,13 +74,13 @@ class InOrder:
     Args:
         start: the offset of the first byte that is given. A chunk that begins before it is not hashed.
         nbytes: the size of the buffer; None: it ends with `end`.
-        hashed: called with the index of each chunk and its hash.
+        on_hash: called with the index of each chunk and its hash.
     """
 
-    def __init__(self, start: int, nbytes: int | None, hashed: Callable[[int, bytes], object]) -> None:
+    def __init__(self, start: int, nbytes: int | None, on_hash: Callable[[int, bytes], object]) -> None:
         self._at = start
         self._nbytes = nbytes
-        self._hashed = hashed
+        self._hashed = on_hash
         #: The chunk that has begun; None: it began before `start`.
         self._open: xxhash.xxh3_128 | None = None
 
@@ -88,17 +88,17 @@ class InOrder:
         """Take the next bytes."""
         rest = memoryview(piece)
         while rest.nbytes:
-            index, taken = divmod(self._at, CHUNK)
-            part = rest[: CHUNK - taken]
+            index, chunk_offset = divmod(self._at, CHUNK)
+            part = rest[: CHUNK - chunk_offset]
             self._at, rest = self._at + part.nbytes, rest[part.nbytes :]
             if part.nbytes == CHUNK:
                 self._hashed(index, xxhash.xxh3_128_digest(part))
                 continue
-            if taken == 0:
+            if chunk_offset == 0:
                 self._open = xxhash.xxh3_128()
             if self._open is not None:
                 self._open.update(part)
-                if taken + part.nbytes == CHUNK or self._at == self._nbytes:
+                if chunk_offset + part.nbytes == CHUNK or self._at == self._nbytes:
                     self.end()
 
     def end(self) -> None:

@@ -71,8 +71,8 @@ def present_as(form: WeightsForm, layout: Layout, payload: memoryview, extras: b
     return found if form is WeightsForm.TENSORDICT else _as_dict(found)
 
 
-def _as_dict(found: TensorDictBase) -> dict[str, Any]:
-    items = {str(name): found.get(name) for name in found.keys()}  # noqa: SIM118 - iterating a TensorDict yields rows
+def _as_dict(tensordict: TensorDictBase) -> dict[str, Any]:
+    items = {str(name): tensordict.get(name) for name in tensordict.keys()}  # noqa: SIM118 - iterating a TensorDict yields rows
     return {
         name: _as_dict(value)
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData)

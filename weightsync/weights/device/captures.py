@@ -74,10 +74,10 @@ class Captures:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A block during which no other thread captures. Whoever is too late waits for the other, up to `PATIENCE`."""
-        own = threading.get_ident()
+        ident = threading.get_ident()
         self.know()
         with self._changed:
-            self._apart.append(own)  # no further capture begins, also if one is under way
+            self._apart.append(ident)  # no further capture begins, also if one is under way
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: not self._under_way, PATIENCE):
@@ -85,7 +85,7 @@ class Captures:
             yield
         finally:
             with self._changed:
-                self._apart.remove(own)
+                self._apart.remove(ident)
                 self._changed.notify_all()
 
     def _on_capture_begin(self, graph: object) -> None:
@@ -106,9 +106,9 @@ class Captures:
         if self._wrapped:
             return
         self._wrapped = True
-        begin = self._class.capture_begin
+        original = self._class.capture_begin
 
-        @functools.wraps(begin)
+        @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **options: Any) -> Any:
             self._on_capture_begin(graph)
             try:
@@ -116,7 +116,7 @@ class Captures:
                     watchers = list(self._watchers)
                 for watcher in watchers:
                     watcher.keep_addresses()
-                return begin(graph, *arguments, **options)
+                return original(graph, *arguments, **options)
             except BaseException:
                 self._on_capture_end(graph)
                 raise
@@ -164,15 +164,15 @@ def must_not_move(destination: object) -> bool:
     one chunk, in cuDNN's own order, or copies them into one at each forward.
     """
     # Asked at each swap: to go through `destination.modules()` takes more than twice as long.
-    left: list[nn.Module | None] = [destination] if isinstance(destination, nn.Module) else []
+    to_visit: list[nn.Module | None] = [destination] if isinstance(destination, nn.Module) else []
     seen: set[nn.Module | None] = {None}
-    for each in left:
-        if each is None or each in seen:
+    for module in to_visit:
+        if module is None or module in seen:
             continue
-        if each._compiled_call_impl is not None or type(each).__module__ == "torch._dynamo.eval_frame":
+        if module._compiled_call_impl is not None or type(module).__module__ == "torch._dynamo.eval_frame":
             return True
-        if isinstance(each, nn.RNNBase):
+        if isinstance(module, nn.RNNBase):
             return True
-        seen.add(each)
-        left += each._modules.values()
+        seen.add(module)
+        to_visit += module._modules.values()
     return False

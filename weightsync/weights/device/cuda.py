@@ -276,9 +276,9 @@ class CudaDevice:
 
     def to_host(self, pieces: Sequence[Piece]) -> None:
         """See `Device.to_host`."""
-        here = torch.cuda.current_stream(self._ordinal)
-        with self._synchronize_streams(here), torch.inference_mode():
-            crossed: list[torch.cuda.Event | None] = [None, None]
+        current_stream = torch.cuda.current_stream(self._ordinal)
+        with self._synchronize_streams(current_stream), torch.inference_mode():
+            free_events: list[torch.cuda.Event | None] = [None, None]
             areas = self._staging
             for turn, piece in enumerate(pieces):
                 if areas is None or piece.host.numel() > STAGING_NBYTES:
@@ -286,35 +286,35 @@ class CudaDevice:
                         self.copy(piece.among(piece.host), piece.tensors, piece.form_key)
                     continue
                 staged = areas[turn % 2][: piece.host.numel()]
-                before = crossed[turn % 2]
-                if before is not None:
-                    here.wait_event(before)
-                with torch.cuda.stream(here):
+                free_event = free_events[turn % 2]
+                if free_event is not None:
+                    current_stream.wait_event(free_event)
+                with torch.cuda.stream(current_stream):
                     self.copy(piece.among(staged), piece.tensors, piece.form_key)
-                self._beside.wait_event(here.record_event())
+                self._beside.wait_event(current_stream.record_event())
                 with torch.cuda.stream(self._beside):
                     piece.host.copy_(staged, non_blocking=True)
-                crossed[turn % 2] = self._beside.record_event()
+                free_events[turn % 2] = self._beside.record_event()
 
     def from_host(self, pieces: Sequence[Piece]) -> None:
         """See `Device.from_host`."""
-        here = torch.cuda.current_stream(self._ordinal)
-        with self._synchronize_streams(here), torch.inference_mode():
-            spread: list[torch.cuda.Event | None] = [None, None]
+        current_stream = torch.cuda.current_stream(self._ordinal)
+        with self._synchronize_streams(current_stream), torch.inference_mode():
+            free_events: list[torch.cuda.Event | None] = [None, None]
             areas = self._staging
             for turn, piece in enumerate(pieces):
                 if areas is None or piece.host.numel() > STAGING_NBYTES:
                     self._send_one_by_one(piece)
                     continue
                 staged = areas[turn % 2][: piece.host.numel()]
-                before = spread[turn % 2]
-                if before is not None:
-                    self._beside.wait_event(before)
+                free_event = free_events[turn % 2]
+                if free_event is not None:
+                    self._beside.wait_event(free_event)
                 self._send(staged, piece.host)
-                here.wait_event(self._beside.record_event())
-                with torch.cuda.stream(here):
+                current_stream.wait_event(self._beside.record_event())
+                with torch.cuda.stream(current_stream):
                     self.copy(piece.tensors, piece.among(staged), piece.form_key)
-                spread[turn % 2] = here.record_event()
+                free_events[turn % 2] = current_stream.record_event()
 
     def _send_one_by_one(self, piece: Piece) -> None:
         """Queue the copies of tensors for which there is no room in a staging area, one by one."""
@@ -335,14 +335,14 @@ class CudaDevice:
                 self._bounce.send(target, source, self._beside)
 
     @contextlib.contextmanager
-    def _synchronize_streams(self, here: torch.cuda.Stream) -> Iterator[None]:
-        """A block whose kernels in both streams begin behind what ``here`` holds, and end with it, however it ends."""
+    def _synchronize_streams(self, current_stream: torch.cuda.Stream) -> Iterator[None]:
+        """A block whose kernels in both streams begin behind those of ``current_stream``, and end with the block."""
         with self._crossing, torch.cuda.device(self._ordinal):
-            self._beside.wait_stream(here)
+            self._beside.wait_stream(current_stream)
             try:
                 yield
             finally:
-                here.synchronize()
+                current_stream.synchronize()
                 self._beside.synchronize()
 
     def register(self, view: memoryview, read_only: bool) -> object | None:

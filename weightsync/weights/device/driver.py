@@ -80,11 +80,11 @@ class Driver:
 
     def shares(self, ordinal: int) -> bool:
         """Whether memory of a device can be passed on as a descriptor."""
-        value, found = c_int(), []
+        value, supported = c_int(), []
         for attribute in _NEEDED:
             self._call("cuDeviceGetAttribute", byref(value), c_int(attribute), c_int(ordinal))
-            found.append(value.value)
-        return all(found)
+            supported.append(value.value)
+        return all(supported)
 
     def pins_read_only(self, ordinal: int) -> bool:
         """Whether memory of the host that this process cannot write can be pinned for a device."""
@@ -100,11 +100,11 @@ class Driver:
 
     def create(self, ordinal: int, nbytes: int) -> tuple[int, int]:
         """Physical memory of at least ``nbytes`` bytes: its handle, to be released, and its size."""
-        wanted = Properties(type=_PINNED, handles=_DESCRIPTOR, location=_Location(_ON_DEVICE, ordinal))
+        properties = Properties(type=_PINNED, handles=_DESCRIPTOR, location=_Location(_ON_DEVICE, ordinal))
         grain, handle = c_size_t(), c_uint64()
-        self._call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(_MINIMUM))
+        self._call("cuMemGetAllocationGranularity", byref(grain), byref(properties), c_int(_MINIMUM))
         size = -(-max(nbytes, 1) // grain.value) * grain.value
-        self._call("cuMemCreate", byref(handle), c_size_t(size), byref(wanted), c_uint64(0))
+        self._call("cuMemCreate", byref(handle), c_size_t(size), byref(properties), c_uint64(0))
         return handle.value, size
 
     def export(self, handle: int) -> int:

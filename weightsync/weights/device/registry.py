@@ -20,13 +20,13 @@ backends: dict[str, Backend] = {"cuda": CudaBackend()}
 @contextlib.contextmanager
 def installed(kind: str, backend: Backend) -> Iterator[None]:
     """Let ``backend`` have the devices of this type of torch in this process, as a test's fake device does."""
-    before = dict(backends)
+    previous = dict(backends)
     backends[kind] = backend
     try:
         yield
     finally:
         backends.clear()
-        backends.update(before)
+        backends.update(previous)
 
 
 def capturing() -> bool:

@@ -63,13 +63,13 @@ def copy_out(
     Args:
         form_key: see `Device.copy`; the entries are the same too.
     """
-    found = memory.views(layout)
+    sources = memory.views(layout)
     if len(chosen) < len(tensors):
-        part = found.part
+        part = sources.part
         if part is None or part[0] != chosen:
-            part = found.part = chosen, SlotViews(map(found.__getitem__, chosen))
-        tensors, found = list(map(tensors.__getitem__, chosen)), part[1]
-    memory.device.copy(tensors, found, form_key)
+            part = sources.part = chosen, SlotViews(map(sources.__getitem__, chosen))
+        tensors, sources = list(map(tensors.__getitem__, chosen)), part[1]
+    memory.device.copy(tensors, sources, form_key)
     count_writes(tensors)
 
 
@@ -84,19 +84,19 @@ _run_keys: WeakKeyDictionary[object, list[_RunKey]] = WeakKeyDictionary()
 def _pieces(
     layout: Layout, tensors: Sequence[Tensor], chosen: Sequence[int], base: int, form_key: object | None
 ) -> list[Piece]:
-    found, runs, wanted = [], _runs(layout), frozenset(chosen)
+    pieces, runs, chosen_set = [], _runs(layout), frozenset(chosen)
     run_keys = repeat(None) if form_key is None else _run_keys.setdefault(form_key, [_RunKey() for _ in runs])
     for (first, last), run_key in zip(runs, run_keys, strict=False):
         indices: Sequence[int] = range(first, last)
-        if len(wanted) < len(layout.entries):
-            indices = [index for index in indices if index in wanted]
+        if len(chosen_set) < len(layout.entries):
+            indices = [index for index in indices if index in chosen_set]
         start, tail = layout.entries[first].offset, layout.entries[last - 1]
         host = borrowed(base + start, tail.offset + tail.nbytes - start)
-        some = tuple(index - first for index in indices) if len(indices) < last - first else None
+        subset = tuple(index - first for index in indices) if len(indices) < last - first else None
         if indices:
-            among = partial(_entry_views, layout, first, last, some)
-            found.append(Piece(host, [tensors[index] for index in indices], among, run_key))
-    return found
+            among = partial(_entry_views, layout, first, last, subset)
+            pieces.append(Piece(host, [tensors[index] for index in indices], among, run_key))
+    return pieces
 
 
 @lru_cache(maxsize=8)
@@ -126,8 +126,8 @@ def _entry_views(layout: Layout, first: int, last: int, some: tuple[int, ...] | 
 # Views of a device's memory keep it, so that no other has its address.
 @lru_cache(maxsize=256)
 def _cached_entry_views(
-    layout: Layout, first: int, last: int, some: tuple[int, ...] | None, place: _BytesByAddress
+    layout: Layout, first: int, last: int, subset: tuple[int, ...] | None, place: _BytesByAddress
 ) -> SlotViews:
     with torch.inference_mode():
         found = views(layout, place.flat, first, last)
-        return SlotViews(found if some is None else map(found.__getitem__, some))
+        return SlotViews(found if subset is None else map(found.__getitem__, subset))
