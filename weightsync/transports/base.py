@@ -421,11 +421,11 @@ class Waits(Generic[_Waited]):
                 self._update_descriptors(links, fd)
             if since is not None and self._waker.fired != since:
                 timeout = 0.0
-            left = math.inf if timeout is None else max(timeout, 0.0)
-            ready = self._poller.poll((left if left < SLICE else SLICE) * 1000)
-            while left > SLICE and not ready:
-                left -= SLICE
-                ready = self._poller.poll((left if left < SLICE else SLICE) * 1000)
+            seconds_left = math.inf if timeout is None else max(timeout, 0.0)
+            ready = self._poller.poll((seconds_left if seconds_left < SLICE else SLICE) * 1000)
+            while seconds_left > SLICE and not ready:
+                seconds_left -= SLICE
+                ready = self._poller.poll((seconds_left if seconds_left < SLICE else SLICE) * 1000)
         except BaseException:
             self._forget()
             raise
@@ -437,17 +437,17 @@ class Waits(Generic[_Waited]):
 
     def _ready_links(self, links: Sequence[_Waited], ready: list[tuple[int, int]], waker: int) -> list[_Waited]:
         """The links behind the descriptors that are ready."""
-        found: set[int] = set()
-        for known, event in ready:
-            if known == waker:
+        places: set[int] = set()
+        for fd, event in ready:
+            if fd == waker:
                 self._waker.clear()
-            if known == waker or event & select.POLLNVAL:
+            if fd == waker or event & select.POLLNVAL:
                 self._waits_left = 0
-            for place in self._owners.get(known, ()):
-                found.add(place)
-                if event & select.POLLOUT or known != next(iter(self._wanted[place])):
+            for place in self._owners.get(fd, ()):
+                places.add(place)
+                if event & select.POLLOUT or fd != next(iter(self._wanted[place])):
                     self.changed.add(id(links[place]))
-        return list(map(links.__getitem__, sorted(found)))
+        return list(map(links.__getitem__, sorted(places)))
 
     def _update_descriptors(self, links: Sequence[_Waited], waker: int) -> None:
         """Ask the links for their descriptors: those whose descriptors may have changed, or all."""
@@ -473,17 +473,17 @@ class Waits(Generic[_Waited]):
             readable, writable = self._links[place].waitables(), self._links[place].wants_write()
         except Exception as error:
             raise WaitFailed(place) from error
-        wanted = dict.fromkeys(readable, select.POLLIN)
-        wanted.pop(-1, None)  # that of a link which another thread closes meanwhile
+        events_of_fd = dict.fromkeys(readable, select.POLLIN)
+        events_of_fd.pop(-1, None)  # that of a link which another thread closes meanwhile
         if writable is not None:
-            wanted[writable] = wanted.get(writable, 0) | select.POLLOUT
-        before, self._wanted[place] = self._wanted[place], wanted
-        if wanted == before:
+            events_of_fd[writable] = events_of_fd.get(writable, 0) | select.POLLOUT
+        previous, self._wanted[place] = self._wanted[place], events_of_fd
+        if events_of_fd == previous:
             return
-        for fd in before.keys() | wanted.keys():
+        for fd in previous.keys() | events_of_fd.keys():
             owners = self._owners.setdefault(fd, {})
-            if fd in wanted:
-                owners[place] = wanted[fd]
+            if fd in events_of_fd:
+                owners[place] = events_of_fd[fd]
             else:
                 del owners[place]
             if owners:

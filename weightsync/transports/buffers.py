@@ -64,13 +64,13 @@ class Pins:
             key = (message.incarnation, message.version)
             if self.acked < key <= self._sent:
                 self.acked = key
-            kept, acked = [], self.acked
-            for held in self._held:
-                if held[0] < acked:
-                    held[1].pins.discard((self._owner, held[0]))
+            still_held, acked = [], self.acked
+            for pinned in self._held:
+                if pinned[0] < acked:
+                    pinned[1].pins.discard((self._owner, pinned[0]))
                 else:
-                    kept.append(held)
-            self._held = kept
+                    still_held.append(pinned)
+            self._held = still_held
         elif isinstance(message, Refusal):
             key = (message.incarnation, message.version)
             if key != self.acked:
@@ -315,13 +315,13 @@ def anonymous(nbytes: int) -> mmap.mmap:
     return heap
 
 
-def _populate(made: mmap.mmap) -> None:
+def _populate(mapping: mmap.mmap) -> None:
     """Allocate and map the pages of a new mapping, huge ones where the kernel gives them. Does what the kernel can."""
     with contextlib.suppress(OSError):
-        made.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     with contextlib.suppress(OSError):
-        for start in range(0, len(made), _PIECE_NBYTES):
-            made.madvise(_MADV_POPULATE_WRITE, start, _PIECE_NBYTES)  # the last piece ends with the mapping
+        for start in range(0, len(mapping), _PIECE_NBYTES):
+            mapping.madvise(_MADV_POPULATE_WRITE, start, _PIECE_NBYTES)  # the last piece ends with the mapping
 
 
 _NBYTES: Final = attrgetter("nbytes")
@@ -348,19 +348,19 @@ class Pool:
         Raises:
             TransportError: there is not enough memory. The pool is unchanged.
         """
-        held: list[Buffer] = []
+        busy: list[Buffer] = []
         fitting: list[Buffer] = []
         for buffer in self._buffers:
             if buffer.pins:  # first: another thread that retires a buffer releases its pins after that
                 if not buffer.retired:
-                    held.append(buffer)
+                    busy.append(buffer)
             elif not buffer.retired and buffer.nbytes >= nbytes:
                 fitting.append(buffer)
         fitting.sort(key=_NBYTES)
         chosen = fitting[0] if fitting else self._make(nbytes)
-        self._in_use.append(len(held))
-        spare = min(SPARE_BUFFERS, max(SPARE_BUFFERS, *self._in_use) - len(held))
-        self._buffers = [*held, chosen, *fitting[1 : 1 + spare]]
+        self._in_use.append(len(busy))
+        spare = min(SPARE_BUFFERS, max(SPARE_BUFFERS, *self._in_use) - len(busy))
+        self._buffers = [*busy, chosen, *fitting[1 : 1 + spare]]
         if chosen.mappable:
             chosen.unseal()
         return chosen

@@ -82,11 +82,11 @@ def without_interrupts() -> Iterator[None]:
     still imports torch would print a traceback.
     """
     resource_tracker.ensure_running()  # if it started inside, it would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def own_identity() -> tuple[int, int]:
@@ -226,16 +226,16 @@ class ProcessWatch:
     @property
     def ending(self) -> str:
         """How the process ended, in words. Only its parent can read the exit status, until it has waited for it."""
-        dead = f"process {self.pid} is dead"
+        text = f"process {self.pid} is dead"
         try:
             status = os.waitid(os.P_PIDFD, self.fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except OSError:  # it is no child of ours, or the parent has waited for it
-            return dead
+            return text
         if status is None:
-            return dead
+            return text
         if status.si_code == os.CLD_EXITED:
-            return f"{dead}: it ended with exit code {status.si_status}"
-        return f"{dead}: it was ended by {signal_name(status.si_status)}"
+            return f"{text}: it ended with exit code {status.si_status}"
+        return f"{text}: it was ended by {signal_name(status.si_status)}"
 
     def names(self, pid: int, started: int) -> bool:
         """Whether this is the process that is watched."""

@@ -140,16 +140,16 @@ def _deliver(
     model_id: str, link: str, number: int, frame: bytes, payload: torch.Tensor | tuple[int, ...] | None
 ) -> torch.futures.Future[Delivered]:
     """Deliver a call. Returns at once in a thread of the worker's RPC; the result follows with the answer."""
-    over: torch.futures.Future[Delivered] = torch.futures.Future()
+    delivery: torch.futures.Future[Delivered] = torch.futures.Future()
     _call_servers.called = True
     try:
         parcel = _parcel(link, number, frame, payload)
         answer = call_server_of(model_id).submit(parcel)
     except WeightSyncError as error:
-        over.set_result(Delivered((), str(error)))
-        return over
-    answer.add_done_callback(_AnswerCallback(over, torch_rpc.api._get_current_rpc_agent()))
-    return over
+        delivery.set_result(Delivered((), str(error)))
+        return delivery
+    answer.add_done_callback(_AnswerCallback(delivery, torch_rpc.api._get_current_rpc_agent()))
+    return delivery
 
 
 def _parcel(link: str, number: int, frame: bytes, carried: torch.Tensor | tuple[int, ...] | None) -> Parcel:
@@ -254,10 +254,10 @@ def lost(peer: str, error: BaseException) -> TransportError:
 def begin(
     peer: str,
     call: Callable[[], torch.futures.Future[Any]],
-    said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
+    answers_of: Callable[[torch.futures.Future[Any]], Sequence[Message]],
     again: Callable[[], torch.futures.Future[Any]] | None = None,
 ) -> Answers:
-    """Begin a call; ``said`` makes its answers, in a thread of RPC's.
+    """Begin a call; ``answers_of`` makes its answers, in a thread of RPC's.
 
     Args:
         again: repeats the call if it was answered with a challenge; then the end of the repeated call counts.
@@ -268,12 +268,12 @@ def begin(
 
     def over(call_over: torch.futures.Future[Any]) -> None:
         try:
-            messages = said(call_over)
+            messages = answers_of(call_over)
         except Challenged as error:
             if again is None:
                 answers.set_exception(error)
             else:
-                _follow(answers, peer, again, said)
+                _follow(answers, peer, again, answers_of)
         except Exception as error:  # noqa: BLE001 - reported to the call that waits for the answers
             answers.set_exception(error)
         else:
@@ -291,11 +291,11 @@ def _follow(
     answers: Answers,
     peer: str,
     call: Callable[[], torch.futures.Future[Any]],
-    said: Callable[[torch.futures.Future[Any]], Sequence[Message]],
+    answers_of: Callable[[torch.futures.Future[Any]], Sequence[Message]],
 ) -> None:
     """Begin a call whose end is that of ``answers``."""
     try:
-        begin(peer, call, said).add_done_callback(functools.partial(complete_like, answers))
+        begin(peer, call, answers_of).add_done_callback(functools.partial(complete_like, answers))
     except TransportError as error:
         answers.set_exception(error)
 
@@ -377,9 +377,9 @@ class RpcCallClient(SharesMemory):
             raise TransportError(f"The link to {self._peer} is closed.")
         return self._call(_deliver, number, self._seal.again(number), None)
 
-    def _answers_of(self, over: torch.futures.Future[Delivered]) -> Sequence[Message]:
+    def _answers_of(self, finished: torch.futures.Future[Delivered]) -> Sequence[Message]:
         try:
-            delivered = over.value()
+            delivered = finished.value()
         except Exception as error:
             raise lost(self._peer, error) from error
         if delivered.failure:
@@ -413,17 +413,17 @@ def ask_listening(worker: WorkerInfo, model_id: str, peer: str) -> Future[Sequen
 
     Raises TransportError: RPC accepted no call.
     """
-    found: Future[Sequence[str]] = Future()
+    models: Future[Sequence[str]] = Future()
 
     def said(over: torch.futures.Future[list[str]]) -> Sequence[Message]:
         try:
-            found.set_result(over.value())
+            models.set_result(over.value())
         except Exception as error:  # noqa: BLE001 - reported to the call that waits
-            found.set_result(()) if raised_remotely(error) else found.set_exception(lost(peer, error))
+            models.set_result(()) if raised_remotely(error) else models.set_exception(lost(peer, error))
         return ()
 
     begin(peer, lambda: rpc.rpc_async(worker, _listening, args=(model_id,), timeout=ENDLESS), said)
-    return found
+    return models
 
 
 def raised_remotely(error: BaseException) -> bool:

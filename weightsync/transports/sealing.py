@@ -134,14 +134,14 @@ def sent_part_digest(part: Part, payload: Buffer) -> bytes:
 
 
 def _sent_range_digest(held: tuple[int, int] | bytes, payload: Buffer, start: int, end: int) -> bytes:
-    computed = _digest_cache.of(payload)
-    with computed.lock:
-        if computed.held != held:
-            computed.held, computed.digests = held, {}
-        found = computed.digests.get((start, end))
-        if found is None:
-            found = computed.digests[start, end] = digest_of(payload.view[start:end])
-        return found
+    cache = _digest_cache.of(payload)
+    with cache.lock:
+        if cache.held != held:
+            cache.held, cache.digests = held, {}
+        range_digest = cache.digests.get((start, end))
+        if range_digest is None:
+            range_digest = cache.digests[start, end] = digest_of(payload.view[start:end])
+        return range_digest
 
 
 def new_name() -> str:

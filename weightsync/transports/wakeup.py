@@ -38,15 +38,17 @@ class AwaitedProcess:
     """
 
     def __init__(self, process: Any) -> None:
-        given: Any = (
+        process_or_pid: Any = (
             process if isinstance(process, BaseProcess | subprocess.Popen | DeferredProcess) else whole_number(process)
         )
-        if not given:
+        if not process_or_pid:
             raise ConfigurationError(
                 f"process= is {process!r}: give the worker's multiprocessing.Process (or subprocess.Popen), or its "
                 "process id. Nothing has changed."
             )
-        self._find: Callable[[], _Process | None] = given.find if isinstance(given, DeferredProcess) else lambda: given
+        self._find: Callable[[], _Process | None] = (
+            process_or_pid.find if isinstance(process_or_pid, DeferredProcess) else lambda: process_or_pid
+        )
 
     @property
     def end(self) -> str:
@@ -120,15 +122,15 @@ class WakeableLink:
         """How the peer's process has ended; empty if it has not, as far as is known."""
         return self._watch.ending if self._watch is not None and self._watch.dead else ""
 
-    def _with_ending(self, failed: TransportError | ProtocolError) -> TransportError | ProtocolError:
+    def _with_ending(self, failure: TransportError | ProtocolError) -> TransportError | ProtocolError:
         """Why the link failed, and how the peer's process has ended: its connections end a moment before it does."""
         if self._watch is not None and self._watch.dies():
             self._ending = self._watch.ending
-        if type(failed) is not TransportError or not self._ending or self._ending in str(failed):
-            return failed
-        named = TransportError(f"{failed} How {self._peer} ended: {self._ending}.")
-        named.__cause__ = failed.__cause__
-        return named
+        if type(failure) is not TransportError or not self._ending or self._ending in str(failure):
+            return failure
+        error = TransportError(f"{failure} How {self._peer} ended: {self._ending}.")
+        error.__cause__ = failure.__cause__
+        return error
 
     def _unwatch(self) -> None:
         if self._watch is not None:

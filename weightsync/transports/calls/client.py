@@ -94,9 +94,9 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
     def send(self, message: Message, payload: Buffer | None = None) -> None:
         """Begin the call that carries a message: see `Link.send`."""
         self._require_open()
-        later = self._position.later if isinstance(message, Bye) else ()
-        if later:
-            when_all_answered(later, lambda: self._send_late_goodbye(message))
+        later_answers = self._position.later if isinstance(message, Bye) else ()
+        if later_answers:
+            when_all_answered(later_answers, lambda: self._send_late_goodbye(message))
             return
         nbytes = message.nbytes if isinstance(message, Update) else 0
         if nbytes and (payload is None or payload.nbytes < nbytes):
@@ -113,11 +113,11 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         self._calls.append(answers)
         answers.add_done_callback(lambda over: self._release_payload(over, payload, token))
 
-    def _release_payload(self, over: Answers, payload: Buffer | None, token: object) -> None:
+    def _release_payload(self, finished: Answers, payload: Buffer | None, token: object) -> None:
         """Release the payload. Runs in the thread in which the call ends, possibly after the link was closed."""
         if payload is not None:
             payload.unpin(token)
-        _drop_frames(_error_of(over))
+        _drop_frames(_error_of(finished))
         self._position.met()
         self._waker.fire()
 
@@ -141,8 +141,8 @@ class CallLink(WakeableLink, Remarks, SharesMemory):
         # Read before the calls are checked: what the peer sent before its death is then certainly there.
         death = self._death()
         received = [Received(message) for message in self._answers()]
-        if self._failed is None and (failed := self._failure()) is not None:
-            self._failed = self._with_ending(failed)
+        if self._failed is None and (failure := self._failure()) is not None:
+            self._failed = self._with_ending(failure)
         if self._failed is None and death:
             self._failed = TransportError(f"{self._peer} has ended: {death}.")
         if self._failed is not None:
@@ -201,12 +201,12 @@ def _error_of(call: Answers) -> BaseException | None:
 
 def _drop_frames(error: BaseException | None) -> None:
     """Drop the frames of an error and of its causes: they hold the call, which holds the weights and the error."""
-    found = [] if error is None else [error]
-    for each in found:
+    errors = [] if error is None else [error]
+    for each in errors:
         each.__traceback__ = None
         cause = each.__cause__ or each.__context__
-        if cause is not None and cause not in found:
-            found.append(cause)
+        if cause is not None and cause not in errors:
+            errors.append(cause)
 
 
 class BlockingLink(CallLink):

@@ -169,11 +169,11 @@ class _Session:
             return opened if opened.frame else self._take_kept(opened)
 
     def _take_kept(self, parcel: Parcel) -> Parcel:
-        kept = self._kept.pop(parcel.number, None)
-        if kept is None and parcel.number not in self._asked_again:
+        kept_parcel = self._kept.pop(parcel.number, None)
+        if kept_parcel is None and parcel.number not in self._asked_again:
             raise AuthenticationError("A proof arrived for a call that has not arrived.")
         self._asked_again.add(parcel.number)
-        return kept or parcel
+        return kept_parcel or parcel
 
     def sealed(self, answer: Future[Frames]) -> Future[Frames]:
         """An answer sealed with the key, each frame with its own number."""

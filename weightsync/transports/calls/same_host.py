@@ -47,11 +47,11 @@ class SegmentPlace(NamedTuple):
         return cls(*own_identity(), segment.fd, os.fstat(segment.fd).st_ino)
 
     @classmethod
-    def read(cls, carried: object) -> Self:
+    def read(cls, value: object) -> Self:
         """Decode the place that a call carried. Raises ProtocolError: it is not a valid place."""
-        if not isinstance(carried, tuple) or len(carried) != 4 or not all(type(each) is int for each in carried):
+        if not isinstance(value, tuple) or len(value) != 4 or not all(type(each) is int for each in value):
             raise codec.malformed("A call named an invalid place in memory", b"")
-        return cls(*carried)
+        return cls(*value)
 
     def map(self) -> Mapping:
         """Map the segment.

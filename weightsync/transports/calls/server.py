@@ -106,19 +106,19 @@ class CallServer:
         with self._lock:
             gate = self._gate
             if gate is None and is_envelope(parcel.frame):
-                waiting: Future[Frames] = Future()
+                future: Future[Frames] = Future()
                 nbytes = sum(each.payload.nbytes for each, _ in self._sealed if each.payload is not None)
                 self._require_room(len(self._sealed), nbytes)
-                self._sealed.append((parcel, waiting))
-                return waiting
+                self._sealed.append((parcel, future))
+                return future
         if gate is None:
             return self._process_call(parcel, gate)
         admitted = gate.admit(parcel)
         if isinstance(admitted, Parcel):
             return gate.sealed(parcel.link, self._process_call(admitted, gate))
-        gone: Future[Frames] = CallRefused() if isinstance(admitted, UntrustedCall) else Future()
-        gone.set_result(admitted.frames)
-        return gone
+        answer: Future[Frames] = CallRefused() if isinstance(admitted, UntrustedCall) else Future()
+        answer.set_result(admitted.frames)
+        return answer
 
     def _require_room(self, count: int, nbytes: int) -> None:
         """Refuse new calls while too many wait for a receiver. Earlier calls stay."""
@@ -130,29 +130,29 @@ class CallServer:
 
     def _process_call(self, parcel: Parcel, gate: CallAuthenticator | None) -> Future[Frames]:
         """Process a call that ``gate`` has let through. Raises _GateReplaced: there is another gate now."""
-        brought = opened(parcel) if parcel.frame else None
-        if self._key is None and _is_from_other_host(brought):
+        content = opened(parcel) if parcel.frame else None
+        if self._key is None and _is_from_other_host(content):
             warn_exposed(f"A sender of model {self.model_id!r} calls from another host")
         with self._lock:
             self._accepted.wait_for(lambda: self._links.get(parcel.link) not in self._being_accepted)
             if self._gate is not gate:  # a receiver listens since then, perhaps with a key
                 raise _GateReplaced
             link, accept = self._link_of(parcel.link)
-            unfit = isinstance(brought, ProtocolError) and link in self._unmet
-            if unfit:
+            is_unfit = isinstance(content, ProtocolError) and link in self._unmet
+            if is_unfit:
                 self._unmet.remove(link)
-        if isinstance(brought, ProtocolError) and unfit:
-            link.close(f"this link broke the protocol: {brought}")
-            raise brought
-        if brought is not None and parcel.place is not None:
-            brought = link.locate_payload(brought, parcel.place)
+        if isinstance(content, ProtocolError) and is_unfit:
+            link.close(f"this link broke the protocol: {content}")
+            raise content
+        if content is not None and parcel.place is not None:
+            content = link.locate_payload(content, parcel.place)
         try:
-            if gate is not None and _is_goodbye(brought):
+            if gate is not None and _is_goodbye(content):
                 # Proven with it: their sender may ask for none of them again, and the goodbye is read after them.
-                for kept in gate.forget(parcel.link):
-                    link.bring(kept.number, opened(kept))
-            answer = link.bring(parcel.number, brought)
-            if self._key is None and _can_map_sender_memory(brought):
+                for kept_parcel in gate.forget(parcel.link):
+                    link.bring(kept_parcel.number, opened(kept_parcel))
+            answer = link.bring(parcel.number, content)
+            if self._key is None and _can_map_sender_memory(content):
                 return changed(answer, lambda frames: [*frames, REACHES])
             return answer
         finally:
@@ -316,24 +316,24 @@ class CallServer:
             if self._accept is not None:
                 raise ConfigurationError(f"Model {self.model_id!r} has a receiver in this process: close that first.")
             dropped = self._listener is not _no_listener
-            left = [link for link in self._links.values() if dropped and link not in self._unmet]
+            dropped_links = [link for link in self._links.values() if dropped and link not in self._unmet]
             self._listener = ref(listener)
-            same = self._key == key
-            if self._gate is None or not same:
+            same_key = self._key == key
+            if self._gate is None or not same_key:
                 self._gate = CallAuthenticator(key, self.model_id, self._way, self._worker)
             unmet, self._unmet = self._unmet, []
             sealed, self._sealed = self._sealed, []
-            if same:
+            if same_key:
                 self._being_accepted.update(unmet)
-        for link in left:
+        for link in dropped_links:
             link.close("its receiver was dropped without close(), and another one listens now.")
         for link in unmet:
-            if same:
+            if same_key:
                 self._give_link(link, accept)
             else:
                 link.close("these calls came under another key than the receiver's, or under none.")
-        for parcel, waiting in sealed:
-            self.submit(parcel).add_done_callback(partial(complete_like, waiting))
+        for parcel, future in sealed:
+            self.submit(parcel).add_done_callback(partial(complete_like, future))
         return listener
 
     def _stop_listening(self) -> None:

@@ -78,13 +78,13 @@ class CallServerLink(WakeableLink):
         self._places = MappedPlaces()
         forget_after_fork(self)
 
-    def locate_payload(self, brought: Received | ProtocolError, place: SegmentPlace) -> Received | ProtocolError:
+    def locate_payload(self, content: Received | ProtocolError, place: SegmentPlace) -> Received | ProtocolError:
         """A call's content with the payload that lies there. An error is returned, as by `opened`."""
-        if isinstance(brought, ProtocolError) or not isinstance(brought.message, Update) or not brought.message.nbytes:
-            return brought
+        if isinstance(content, ProtocolError) or not isinstance(content.message, Update) or not content.message.nbytes:
+            return content
         with self._lock:
             try:
-                return self._places.received(brought.message, place)
+                return self._places.received(content.message, place)
             except ProtocolError as error:
                 return error
 
@@ -197,11 +197,11 @@ class CallServerLink(WakeableLink):
         return self._take_answer(min(self._open))
 
     def _take_answer(self, number: int) -> tuple[Future[Frames], Frames]:
-        said, self._undelivered = self._undelivered, []
-        self._answered[number] = said
+        messages, self._undelivered = self._undelivered, []
+        self._answered[number] = messages
         if len(self._answered) > _REMEMBERED:
             self._answered.popitem(last=False)
-        return self._open.pop(number), said
+        return self._open.pop(number), messages
 
     def receive(self) -> list[Received]:
         """The messages of the calls: see `Link.receive`."""
@@ -280,17 +280,17 @@ def opened(parcel: Parcel) -> Received | ProtocolError:
 
 def changed(answer: Future[Frames], change: Callable[[Frames], Frames]) -> Future[Frames]:
     """The answer, changed once it is there; an error stays as it is."""
-    outer: Future[Frames] = Future()
+    changed_answer: Future[Frames] = Future()
 
-    def over(inner: Future[Frames]) -> None:
-        error = inner.exception()
+    def over(answered: Future[Frames]) -> None:
+        error = answered.exception()
         if error is None:
-            outer.set_result(change(inner.result()))
+            changed_answer.set_result(change(answered.result()))
         else:
-            outer.set_exception(error)
+            changed_answer.set_exception(error)
 
     answer.add_done_callback(over)
-    return outer
+    return changed_answer
 
 
 def _nbytes(received: Received | ProtocolError | None) -> int:

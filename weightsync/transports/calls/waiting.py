@@ -23,15 +23,19 @@ class AskingClient(SharesMemory):
     """Asks at the first message whether our receiver listens, and passes all messages to the fitting call client.
 
     Args:
-        ask: asks the other end for which models our receivers listen there. If for others only, all is refused.
+        ask_models: asks the other end for which models our receivers listen there. If for others only, all is refused.
     """
 
     def __init__(
-        self, model_id: str, ask: Callable[[], Future[Sequence[str]]], ours: CallClient, plain: CallClient
+        self,
+        model_id: str,
+        ask_models: Callable[[], Future[Sequence[str]]],
+        our_client: CallClient,
+        plain_client: CallClient,
     ) -> None:
         self._model_id = model_id
-        self._ask = ask
-        self._ours, self._plain = ours, plain
+        self._ask = ask_models
+        self._ours, self._plain = our_client, plain_client
         self._lock = threading.RLock()
         self._asked = False
         self._chosen: CallClient | None = None
@@ -58,19 +62,19 @@ class AskingClient(SharesMemory):
 
     def _begin_to_ask(self) -> None:
         try:
-            asked = self._ask()
+            models = self._ask()
         except TransportError as failure:
             self._failure = failure  # nobody will answer the messages that follow either
             self._waiting.clear()
             raise
-        asked.add_done_callback(self._choose_client)
+        models.add_done_callback(self._choose_client)
 
-    def _choose_client(self, found: Future[Sequence[str]]) -> None:
+    def _choose_client(self, models: Future[Sequence[str]]) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
-            self._failure = found.exception()
+            self._failure = models.exception()
             if self._failure is None:
-                self._chosen = self._client_for(found.result())
+                self._chosen = self._client_for(models.result())
             begun = [
                 (answers, _begin_or_fail(functools.partial(self.start, message, payload)))
                 for message, payload, answers in waiting
@@ -103,13 +107,13 @@ class NoCallClient:
         """Nothing to close."""
 
 
-def complete_like(answers: Future[Any], over: Future[Any]) -> None:
+def complete_like(future: Future[Any], finished: Future[Any]) -> None:
     """Complete one future like another."""
-    error = over.exception()
+    error = finished.exception()
     if error is None:
-        answers.set_result(over.result())
+        future.set_result(finished.result())
     else:
-        answers.set_exception(error)
+        future.set_exception(error)
 
 
 class _InFlight(PerProcess):
@@ -158,14 +162,14 @@ class CallsInTurn:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
-            former = None if self._busy else _in_flight.to(self._worker)
-            waits, self._busy = self._busy or former is not None, True
-            if waits:
+            previous_answers = None if self._busy else _in_flight.to(self._worker)
+            must_wait, self._busy = self._busy or previous_answers is not None, True
+            if must_wait:
                 answers: Answers = Future()
                 self._waiting.append((answers, call))
-        if former is not None:
-            former.add_done_callback(lambda _: self._begin_next())
-        if waits:
+        if previous_answers is not None:
+            previous_answers.add_done_callback(lambda _: self._begin_next())
+        if must_wait:
             return answers
         try:
             begun = call()

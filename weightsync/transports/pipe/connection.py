@@ -325,30 +325,30 @@ class Channel:
                 self._fail(lost(self._describe_end(f"broke ({error})"), error))
         self._reading = False
 
-    def _describe_end(self, how: str) -> str:
+    def _describe_end(self, reason: str) -> str:
         """How the connection ended: with the peer's process, or as the socket says."""
         watch = self._watch
         if watch is None:
-            return how
-        return f"has ended: {watch.ending}" if watch.dies() else f"{how}, process {watch.pid}"
+            return reason
+        return f"has ended: {watch.ending}" if watch.dies() else f"{reason}, process {watch.pid}"
 
     def _drain(self, reader: Mailbox | None) -> None:
         """Read for a bounded time. A peer is found dead once nothing is left to read, not before."""
-        inflow, dead = self._inflow, self._watch is not None and self._watch.found_dead
+        inflow, found_dead = self._inflow, self._watch is not None and self._watch.found_dead
         for _ in range(_ROUNDS):
             try:
-                more = inflow.read()
+                may_have_more = inflow.read()
             except BlockingIOError:
                 if self._watch is None or not self._watch.dead:
                     return
-                if dead:
+                if found_dead:
                     self._fail(lost(f"has ended: {self._watch.ending}"))
                     return
-                dead = True  # read once more: what it wrote just before its death may have come since
+                found_dead = True  # read once more: what it wrote just before its death may have come since
                 continue
             while (inflow.end or inflow.filling) and (frame := inflow.next()) is not None:
                 self._sorter.sort(frame, reader)
-            if not (more or dead):
+            if not (may_have_more or found_dead):
                 return
 
     def _fail(self, why: Failure) -> None:

@@ -230,18 +230,18 @@ class Inflow:
         if self.filling is None:
             if self._start == self.end:
                 return None
-            whole = self._whole()
-            if whole is not None or not self._begin():
-                return whole
+            frame = self._whole()
+            if frame is not None or not self._begin():
+                return frame
         while self.filling is not None:
             self._start += self.filling.take(self._chunk[self._start : self.end])
             if self._start == self.end:
                 self._start = self.end = 0
             if self.filling.missing:
                 return None
-            whole = self._advance(self.filling)
-            if whole is not None:
-                return whole
+            frame = self._advance(self.filling)
+            if frame is not None:
+                return frame
         return None
 
     def _whole(self) -> Frame | UserMessage | None:
@@ -275,43 +275,43 @@ class Inflow:
         read = self._chunk[self._start : self.end]
         if len(read) < _SHORT.size:
             return False
-        skip, (nbytes,) = _SHORT.size, _SHORT.unpack_from(read)
+        prefix_nbytes, (nbytes,) = _SHORT.size, _SHORT.unpack_from(read)
         if nbytes == -1:
             if len(read) < _LONG.size:
                 return False
-            skip, (_, nbytes) = _LONG.size, _LONG.unpack_from(read)
+            prefix_nbytes, (_, nbytes) = _LONG.size, _LONG.unpack_from(read)
         if nbytes < 0:
             raise codec.malformed(f"A frame claims {nbytes} bytes", read)
-        content = read[skip : skip + nbytes]
+        content = read[prefix_nbytes : prefix_nbytes + nbytes]
         if len(content) < nbytes and may_be_frame_start(content):
             return False
         start = header_offset(content)
         if start is not None:
-            skip, nbytes, content = skip + start, nbytes - start, content[start:]
+            prefix_nbytes, nbytes, content = prefix_nbytes + start, nbytes - start, content[start:]
             if len(content) < min(codec.HEADER_NBYTES, nbytes):
                 return False
             self._head = codec.peek(content)
             if self._head.control_nbytes + self._head.payload_nbytes != nbytes:
                 raise _size_mismatch(content, nbytes)
             nbytes = self._head.control_nbytes
-        self._start += skip
+        self._start += prefix_nbytes
         self.filling = _Filling(nbytes)
         return True
 
-    def _advance(self, filled: _Filling) -> Frame | UserMessage | None:
+    def _advance(self, part: _Filling) -> Frame | UserMessage | None:
         """Process a part that is now whole: it completes the frame, or its payload is awaited next."""
         self.filling = None
         if self._head is None:
-            return UserMessage(filled.grown)
+            return UserMessage(part.grown)
         if self._message is None:
-            self._message = codec.decode_with(self._head, filled.grown)
+            self._message = codec.decode_with(self._head, part.grown)
             if self._head.payload_nbytes:
                 self.filling = self._payload_buffer(self._head.payload_nbytes)
                 return None
-        if isinstance(filled, _Skipping):
-            frame = Frame(self._message, None, (), filled.why)
+        if isinstance(part, _Skipping):
+            frame = Frame(self._message, None, (), part.why)
         else:
-            frame = Frame(self._message, self._payload, *self._claim_fds(self._head, self._message, filled.grown))
+            frame = Frame(self._message, self._payload, *self._claim_fds(self._head, self._message, part.grown))
         self._head = self._message = self._payload = None
         return frame
 
@@ -402,13 +402,13 @@ class OutgoingFrame:
         keep: object = None,
         done: Callable[[], None] | None = None,
     ) -> None:
-        following = payload.nbytes if payload is not None else 0
-        nbytes = len(control) + following
+        payload_nbytes = payload.nbytes if payload is not None else 0
+        nbytes = len(control) + payload_nbytes
         prefix = _SHORT.pack(nbytes) if nbytes <= _SHORT_MAX else _LONG.pack(-1, nbytes)
         #: What is left to be written.
         self.pieces = [memoryview(prefix + control)]
         self.nbytes = len(prefix) + nbytes
-        if payload is not None and following:
+        if payload is not None and payload_nbytes:
             self.pieces.append(payload.cast("B"))
         #: What is passed with the next byte.
         self.descriptors = descriptors

@@ -173,10 +173,10 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
         if not frames:
             return []
         received: list[Received] = []
-        left = deque(frames)
+        unread = deque(frames)
         try:
-            while left:
-                frame = left.popleft()
+            while unread:
+                frame = unread.popleft()
                 message, self._remark = frame.message, ""
                 if isinstance(message, Update) and message.slot is not None:
                     received.append(self._open(frame, message.slot))
@@ -191,7 +191,7 @@ class PipeLink(TellsWhatIsRead, SharesMemory, Remarks, CarriesDevices, CarriesDe
                 received.append(Received(message, frame.payload, None, frame.untaken))
         except (ProtocolError, TransportError) as error:
             self._broken = error
-            discard(left)
+            discard(unread)
             if not received:
                 raise
             # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
@@ -375,13 +375,13 @@ class MappedSegments:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        found = self.known(slot.segment)
+        mapping = self.known(slot.segment)
         self._mappings.move_to_end(slot.segment)
         if len(self._mappings) > MAX_SEGMENTS:
             self._mappings.popitem(last=False)
-        if isinstance(found, str):
-            raise NoRoom(found)
-        return found
+        if isinstance(mapping, str):
+            raise NoRoom(mapping)
+        return mapping
 
     def known(self, segment: int) -> Mapping | OnDevice | str:
         """The mapping of a segment, or why there was no room for it. The order of the list stays as it is.
@@ -395,12 +395,12 @@ class MappedSegments:
 
     def _map_slot(self, slot: SlotRef, descriptors: tuple[int, ...], untaken: str) -> None:
         try:
-            made = untaken or self._open_slot(slot, descriptors[0])
+            mapping_or_reason = untaken or self._open_slot(slot, descriptors[0])
         except NoRoom as error:
-            made = str(error)
+            mapping_or_reason = str(error)
         # Passed again after a refusal, it may be another segment than the one mapped so far: the new one counts.
-        if not isinstance(made, str) or isinstance(self._mappings.get(slot.segment, ""), str):
-            self._mappings[slot.segment] = made
+        if not isinstance(mapping_or_reason, str) or isinstance(self._mappings.get(slot.segment, ""), str):
+            self._mappings[slot.segment] = mapping_or_reason
 
     def _open_slot(self, slot: SlotRef, descriptor: int) -> Mapping | OnDevice:
         if not slot.device:

@@ -45,25 +45,25 @@ class Mailbox:
         self.signalled = False
         self.waker.clear()
 
-    def put_back_behind_goodbye(self, taken: list[Frame]) -> list[Frame]:
+    def put_back_behind_goodbye(self, frames: list[Frame]) -> list[Frame]:
         """Of frames that were taken out, put back those behind the first goodbye. Returns the others."""
-        end = 1 + next(at for at, frame in enumerate(taken) if isinstance(frame.message, Bye))
+        end = 1 + next(index for index, frame in enumerate(frames) if isinstance(frame.message, Bye))
         self.said_goodbye = True
-        if taken[end:]:
-            self.frames.extend(taken[end:])
+        if frames[end:]:
+            self.frames.extend(frames[end:])
             self.signal()
-        return taken[:end]
+        return frames[:end]
 
     def successor_frames(self) -> list[Frame]:
         """Empty it as its link closes. Returns what is the next link's: from a handshake behind a goodbye on."""
-        left, said_goodbye = list(self.frames), self.said_goodbye
+        frames, said_goodbye = list(self.frames), self.said_goodbye
         self.frames.clear()
-        for at, frame in enumerate(left):
+        for index, frame in enumerate(frames):
             if said_goodbye and _is_sender_handshake(frame.message):
-                discard(left[:at])
-                return left[at:]
+                discard(frames[:index])
+                return frames[index:]
             said_goodbye = said_goodbye or isinstance(frame.message, Bye)
-        discard(left)
+        discard(frames)
         return []
 
 
@@ -206,10 +206,10 @@ class Sorter:
         if self._user_waker is not None:
             self._user_waker.fire()
 
-    def signal_all(self, besides: Mailbox | None = None) -> None:
+    def signal_all(self, except_box: Mailbox | None = None) -> None:
         """Wake all readers, or all but one: something concerns them."""
         for box in self._boxes.values():
-            if box is not besides:
+            if box is not except_box:
                 box.signal()
         if self._user_waker is not None:
             self._user_waker.fire()

@@ -63,11 +63,11 @@ class UserMessages:
         while True:
             self.poll(None)
             try:
-                taken = self._channel.take_user_message()
+                message = self._channel.take_user_message()
             except TransportError as error:
                 raise EOFError(error.message) from error
-            if taken is not None:
-                return taken.data
+            if message is not None:
+                return message.data
 
     def send(self, obj: Any) -> None:
         """Pickle and send an object, between two of our frames. Blocks until it was written.

@@ -133,12 +133,12 @@ class _RayCallClient:
             raw = call.submit().future()
         except Exception as error:
             raise _not_accepted_error(self._peer, error) from error
-        raw.add_done_callback(lambda over: self._settle_or_repeat(answers, over, call))
+        raw.add_done_callback(lambda finished: self._settle_or_repeat(answers, finished, call))
 
-    def _settle_or_repeat(self, answers: Answers, over: Future[Any], call: _Call) -> None:
+    def _settle_or_repeat(self, answers: Answers, finished: Future[Any], call: _Call) -> None:
         """Settle a call that has ended, or repeat it. Runs in a thread of Ray's."""
         try:
-            settle(answers, call.said(over))
+            settle(answers, call.said(finished))
         except Challenged as challenge:
             self._repeat(answers, challenge, _Call(call.again, call.said) if call.again else None)
         except _OutOfOrderCall as early:
@@ -174,13 +174,13 @@ class _RayCallClient:
     def _loss_error(self, error: BaseException) -> TransportError:
         if isinstance(error, _ray_exceptions().RayTaskError):
             kind = ClosedByPeer if isinstance(error.cause, ClosedByPeer) else TransportError
-            lost = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
+            loss = kind(f"{self._peer} ended its link: {reason_of(error.cause)}")
         elif (ended := failure_in_actor(error)) is not None:
-            lost = TransportError(f"{self._peer} ended its link: {ended[0]}")
+            loss = TransportError(f"{self._peer} ended its link: {ended[0]}")
         else:
             return lost_call(self._peer, error)
-        lost.__cause__ = error
-        return lost
+        loss.__cause__ = error
+        return loss
 
     def _no_room_answer(self, update: Update, error: BaseException) -> Answers:
         """Ray's object store took no weights, or the actor's queue no call: the worker has heard of nothing."""
@@ -239,17 +239,18 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             except ray.exceptions.RayError as error:
                 self._unsent_layout = message.layout
                 return self._no_room_answer(message, error)
-        lost, number, met = tuple(self._lost), self._next, self._handshake is not None and self._handshake.done()
+        lost_calls, number = tuple(self._lost), self._next
+        handshake_done = self._handshake is not None and self._handshake.done()
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried
         call = _Call(
-            lambda: self._first_call(arguments, lost),
-            lambda over: self._answers_of(message, number, met, over),
+            lambda: self._first_call(arguments, lost_calls),
+            lambda finished: self._answers_of(message, number, handshake_done, finished),
             lambda: self._call_again(number),
         )
         try:
-            held = self._held  # read once: the thread that makes the handshake may reset it
-            if held is not None:  # it would overtake the handshake
-                raise held.with_traceback(None)
+            held_error = self._held  # read once: the thread that makes the handshake may reset it
+            if held_error is not None:  # it would overtake the handshake
+                raise held_error.with_traceback(None)
             answers = self._begin_call(call)
         except _TooManyCalls as error:
             if not isinstance(message, Hello):
@@ -259,7 +260,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         if isinstance(message, Hello):
             self._handshake = answers
         self._next += 1
-        del self._lost[: len(lost)]
+        del self._lost[: len(lost_calls)]
         return answers
 
     def _answer_untaken(self, message: Message, error: _TooManyCalls) -> Answers:
@@ -289,19 +290,19 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         self._require_open()
         return actor.__ray_call__.remote(server.models_accepted, self._model_id)
 
-    def _models_of(self, over: Future[Any]) -> Sequence[str]:
-        error = over.exception()
+    def _models_of(self, finished: Future[Any]) -> Sequence[str]:
+        error = finished.exception()
         if error is None or isinstance(error, _ray_exceptions().RayTaskError):
-            models: Sequence[str] = over.result() if error is None else ()
+            models: Sequence[str] = finished.result() if error is None else ()
             return models
-        lost = lost_call(self._peer, error)
-        raise _Restarting(None, lost) if isinstance(error, _ray_exceptions().ActorUnavailableError) else lost
+        loss = lost_call(self._peer, error)
+        raise _Restarting(None, loss) if isinstance(error, _ray_exceptions().ActorUnavailableError) else loss
 
-    def _first_call(self, arguments: tuple[Any, ...], lost: tuple[int, ...]) -> Any:
+    def _first_call(self, arguments: tuple[Any, ...], lost_calls: tuple[int, ...]) -> Any:
         if self._held is not None:
             self._require_open()
         # If it is repeated, it may be waiting for a call that was lost after it was begun.
-        ref = self._call.remote(*arguments, tuple(sorted({*lost, *self._lost})))
+        ref = self._call.remote(*arguments, tuple(sorted({*lost_calls, *self._lost})))
         self._held = None
         return ref
 
@@ -333,16 +334,18 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             return update, bytes(payload.view[: update.nbytes])
         return update, self._put(update, payload)
 
-    def _answers_of(self, message: Message, number: int, met: bool, over: Future[Any]) -> Sequence[Message]:
-        error = over.exception()
+    def _answers_of(
+        self, message: Message, number: int, handshake_done: bool, finished: Future[Any]
+    ) -> Sequence[Message]:
+        error = finished.exception()
         if error is None:
-            frames = self._shared.strip_mark(over.result())
+            frames = self._shared.strip_mark(finished.result())
             mark = frames[0][: len(EARLY)] if isinstance(frames, list) and frames else b""
             if mark in _NOT_ANSWERED:
                 # Once the actor has answered the handshake, only a restart can make it forget the link. A failed
                 # handshake is not repeated.
-                gone = met or (self._handshake is not None and _has_failed(self._handshake))
-                error_type = TransportError if gone and mark == UNKNOWN else _NOT_ANSWERED[mark]
+                is_gone = handshake_done or (self._handshake is not None and _has_failed(self._handshake))
+                error_type = TransportError if is_gone and mark == UNKNOWN else _NOT_ANSWERED[mark]
                 raise error_type(f"{self._peer} ended its link: {frames[0][len(EARLY) :].decode()}")
             messages = self._seal.brought(frames)
             self._shared.heard(messages)
@@ -406,17 +409,17 @@ class PlainActorCallClient(_RayCallClient):
         except _TooManyCalls as error:
             return self._no_room_answer(update, error)
 
-    def _answers_of(self, update: Update, over: Future[Any]) -> Sequence[Message]:
-        error = over.exception()
+    def _answers_of(self, update: Update, finished: Future[Any]) -> Sequence[Message]:
+        error = finished.exception()
         if error is None:
             return [ack(update)]
         # First of all: what the actor's method raised may be of any of Ray's types, too.
-        ended = failure_in_actor(error)
-        if ended is None:
+        failure = failure_in_actor(error)
+        if failure is None:
             raise self._loss_error(error)
         if isinstance(error, _ray_exceptions().ObjectLostError) and self._cached is not None:
             self._cached.forget(update.version)
-        return [refusal(update, *ended)]
+        return [refusal(update, *failure)]
 
 
 def _has_failed(call: Answers) -> bool:

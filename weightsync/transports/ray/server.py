@@ -43,7 +43,7 @@ def models_accepted(_: Any, model_id: str) -> list[str]:
 
 
 def call(  # noqa: PLR0917 - Ray transmits positional arguments at less cost
-    _: Any, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+    _: Any, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost_calls: tuple[int, ...] = ()
 ) -> Frames:
     """Process a call. Called in an actor, with the actor.
 
@@ -55,7 +55,7 @@ def call(  # noqa: PLR0917 - Ray transmits positional arguments at less cost
     try:
         if take is None:
             raise TransportError(f"no receiver of model {model_id!r} listens in this actor any more.")
-        return take(link, number, frame, payload, lost)
+        return take(link, number, frame, payload, lost_calls)
     except ClosedByPeer as error:
         return [ENDED + reason_of(error).encode()]
     except Exception as error:  # whatever it is, the sender is told the reason

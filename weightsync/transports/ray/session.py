@@ -161,13 +161,13 @@ class ActorWatch:
         ray, pause = require_ray("RayWeightSyncScheme"), threading.Event()
         while True:
             with self._lock:
-                soon, self._pending_actions = self._pending_actions, []
-                if not self._calls and not soon:
+                actions, self._pending_actions = self._pending_actions, []
+                if not self._calls and not actions:
                     self._thread = None
                     return
-            for act in soon:
+            for action in actions:
                 try:
-                    act()
+                    action()
                 except Exception:
                     logger.exception("a call to an actor could not be repeated; the other calls are still watched")
             if not ray.is_initialized():

@@ -70,27 +70,27 @@ class _OngoingAnnouncements(PerProcess):
         #: Each event is set once its link is announced, or never will be.
         self._pending: dict[WorkerLocation, list[threading.Event]] = {}
 
-    def begin(self, where: WorkerLocation) -> threading.Event:
+    def begin(self, location: WorkerLocation) -> threading.Event:
         """Add a link: see `end`."""
         settled = threading.Event()
         with self._lock:
-            self._pending.setdefault(where, []).append(settled)
+            self._pending.setdefault(location, []).append(settled)
         return settled
 
-    def end(self, where: WorkerLocation, settled: threading.Event) -> None:
+    def end(self, location: WorkerLocation, settled: threading.Event) -> None:
         """Note that a link is announced, or never will be. May be called again."""
         settled.set()
         with self._lock:
-            pending = self._pending.get(where, [])
+            pending = self._pending.get(location, [])
             if settled in pending:
                 pending.remove(settled)
             if not pending:
-                self._pending.pop(where, None)
+                self._pending.pop(location, None)
 
-    def wait(self, where: WorkerLocation) -> None:
+    def wait(self, location: WorkerLocation) -> None:
         """Return once all links are announced that were begun before, or after a while."""
         with self._lock:
-            begun = tuple(self._pending.get(where, ()))
+            begun = tuple(self._pending.get(location, ()))
         for settled in begun:
             settled.wait(_PATIENCE)
 
@@ -163,26 +163,26 @@ def sender_link(endpoint: StoreEndpoint, model_id: str, peer: str, fanout: Fanou
         TransportError: no descriptor or thread is left.
     """
     endpoint.warn_if_exposed()
-    announcing = _Announcement(endpoint, model_id)
+    announcement = _Announcement(endpoint, model_id)
     key = endpoint.key
-    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, announcing.identity, peer)
+    guard: Guard = NoGuard(peer) if key is None else SenderGuard(key, announcement.identity, peer)
     untaken = _UNTAKEN.format(rank=endpoint.rank)
     side = Side(
         rank=0,
         writes="down",
         reads="up",
         peer=peer,
-        introduced=announcing.announce,  # last: a sender that died in between would be watched by nobody
-        leave=announcing.withdraw,
-        before_goodbye=announcing.wait_for_others,
-        remark=announcing.remark,
+        introduced=announcement.announce,  # last: a sender that died in between would be watched by nobody
+        leave=announcement.withdraw,
+        before_goodbye=announcement.wait_for_others,
+        remark=announcement.remark,
         untaken=untaken,
-        unconnected=announcing.settle,
+        unconnected=announcement.settle,
     )
     try:
-        return StoreLink(endpoint, announcing.name, side, guard, fanout=fanout)
+        return StoreLink(endpoint, announcement.name, side, guard, fanout=fanout)
     except BaseException:
-        announcing.settle()
+        announcement.settle()
         raise
 
 

@@ -98,22 +98,22 @@ class Arrivals:
         if self._assembly is None or self._assembly.payload_id != part.payload_id:
             self._assembly = None  # before its memory is needed for this one
             self._assembly = self._assembly_for(part)
-        whole = self._assembly.whole
-        if whole is None:
+        payload = self._assembly.whole
+        if payload is None:
             stream.skip(0 if inline is not None else part.end - part.start)
             return Received(part, untaken=self._assembly.untaken)
-        if part.nbytes != len(whole):
-            raise malformed(f"A part of a payload of {part.nbytes} bytes came for one of {len(whole)}", opened.text)
+        if part.nbytes != len(payload):
+            raise malformed(f"A part of a payload of {part.nbytes} bytes came for one of {len(payload)}", opened.text)
         if any(part.start < end and start < part.end for start, end in self._assembly.arrived):
             raise malformed(f"Bytes {part.start} to {part.end} of a payload came in part before", opened.text)
-        room = whole[part.start : part.end]
+        target = payload[part.start : part.end]
         if inline is not None:
-            room[:] = inline
+            target[:] = inline
         else:
-            stream.read_into(room)
-            self._require_sealed(room, opened)
+            stream.read_into(target)
+            self._require_sealed(target, opened)
         self._assembly.arrived.append((part.start, part.end))
-        return Received(part, whole)
+        return Received(part, payload)
 
     def _assembly_for(self, part: Part) -> _Assembly:
         try:
@@ -295,8 +295,8 @@ class WorkerArrivals(Arrivals):
         assert awaited.feed is not None
         try:
             fetch(awaited.route, awaited.buffer, awaited.feed.reach, self._owner.require_link)
-        except NotFetched as failed:
-            self._owner.post(QueuedMessage(Ask(awaited.update.version, failed.why).encoded(), None))
+        except NotFetched as error:
+            self._owner.post(QueuedMessage(Ask(awaited.update.version, error.why).encoded(), None))
             return None
         return Received(awaited.update, awaited.buffer)
 

@@ -90,11 +90,11 @@ class _Running(PerProcess):
 
 def _join(threads: Iterable[threading.Thread]) -> None:
     """Wait until they have ended, or a few have taken too long: with a store that was stopped, all of them hang."""
-    hang = 0
+    hung = 0
     for thread in threads:
         if thread.is_alive():
-            thread.join(_PATIENCE if hang < _MAX_HUNG else 0.0)
-            hang += thread.is_alive()
+            thread.join(_PATIENCE if hung < _MAX_HUNG else 0.0)
+            hung += thread.is_alive()
 
 
 _running = _Running()
@@ -131,11 +131,11 @@ class WriteQueue:
         if not queued.is_plain or not self.idle:
             return False
         self._writing = True  # a signal handler may send meanwhile: that is behind this
-        left = stream.begin(queued.sealed(guard))
+        rest = stream.begin(queued.sealed(guard))
         self._writing = False
         queued.done()
-        if left or queued.hint is not None:
-            self._queue.appendleft(QueuedMessage(left, None, queued.hint, begun=True))
+        if rest or queued.hint is not None:
+            self._queue.appendleft(QueuedMessage(rest, None, queued.hint, begun=True))
         return True
 
     def take(self) -> QueuedMessage:

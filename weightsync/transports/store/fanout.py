@@ -134,13 +134,13 @@ class Branch:
     ) -> None:
         """Send an update without its payload, which its worker gets from ``parent``, at that address."""
         with self._lock:
-            over = self._over
-            if not over:
+            is_over = self._over
+            if not is_over:
                 version = payload.version
                 self._owed_payloads[version] = _OwedPayload(
                     replace(message, frame=Supply(version).encoded(), hint=None), parent
                 )
-        if over:
+        if is_over:
             message.done()
             return
         head = partial(payload.route_from, address, children)
@@ -235,14 +235,14 @@ class Fanout(Gathering):
     def end(self) -> None:
         """Send what was gathered: a tree for each payload."""
         gathered, self._gathered = self._gathered or [], None
-        alike: dict[tuple[int, int], list[tuple[_GatheredUpdate, Node]]] = {}
+        by_payload: dict[tuple[int, int], list[tuple[_GatheredUpdate, Node]]] = {}
         for each in gathered:
             node = each.branch.node
             if node is None:
                 each.branch.send_now(each.message)
             else:
-                alike.setdefault((id(each.buffer), each.update.nbytes), []).append((each, node))
-        for group in alike.values():
+                by_payload.setdefault((id(each.buffer), each.update.nbytes), []).append((each, node))
+        for group in by_payload.values():
             self._send([each for each, _ in group], tree_of([node for _, node in group], self._width))
 
     def _send(self, gathered: Sequence[_GatheredUpdate], parents: Sequence[int | None]) -> None:

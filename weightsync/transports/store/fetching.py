@@ -69,27 +69,27 @@ def _errors_as_not_fetched() -> Iterator[None]:
         raise NotFetched(FetchFailure.ENDED) from error
 
 
-def _next_length(sock: socket.socket, left: int, go_on: Callable[[], None]) -> int:
+def _next_length(sock: socket.socket, nbytes_left: int, go_on: Callable[[], None]) -> int:
     """The length of the next piece; 0: the parent is waiting itself."""
     head = bytearray(LENGTH.size)
     _fill(sock, memoryview(head), go_on)
     (nbytes,) = LENGTH.unpack(head)
-    if nbytes > left:
+    if nbytes > nbytes_left:
         raise NotFetched(FetchFailure.WRONG)
     return int(nbytes)
 
 
-def _fill(sock: socket.socket, room: memoryview, go_on: Callable[[], None]) -> None:
-    filled, silent = 0, 0
-    while filled < len(room):
+def _fill(sock: socket.socket, buffer: memoryview, go_on: Callable[[], None]) -> None:
+    filled, silent_looks = 0, 0
+    while filled < len(buffer):
         try:
-            nbytes = sock.recv_into(room[filled:])
+            nbytes = sock.recv_into(buffer[filled:])
         except TimeoutError:
-            silent += 1
+            silent_looks += 1
             go_on()
-            if silent >= _LOOKS:
+            if silent_looks >= _LOOKS:
                 raise NotFetched(FetchFailure.SILENT) from None
             continue
         if not nbytes:
             raise NotFetched(FetchFailure.ENDED)
-        filled, silent = filled + nbytes, 0
+        filled, silent_looks = filled + nbytes, 0

@@ -43,10 +43,10 @@ class Feed:
         self._reached = 0
         self._ended = False
 
-    def reach(self, reached: int) -> None:
+    def reach(self, nbytes: int) -> None:
         """Note how many bytes of it have arrived."""
         with self._condition:
-            self._reached = max(self._reached, reached)
+            self._reached = max(self._reached, nbytes)
             self._condition.notify_all()
 
     def end(self) -> None:
@@ -55,13 +55,13 @@ class Feed:
             self._ended = True
             self._condition.notify_all()
 
-    def beyond(self, sent: int, timeout: float) -> memoryview | None:
-        """The next piece behind ``sent`` bytes, empty if there is none in time; None: there will be none."""
+    def beyond(self, start: int, timeout: float) -> memoryview | None:
+        """The next piece behind ``start`` bytes, empty if there is none in time; None: there will be none."""
         with self._condition:
-            self._condition.wait_for(lambda: self._ended or self._reached > sent, timeout)
+            self._condition.wait_for(lambda: self._ended or self._reached > start, timeout)
             if self._ended:
                 return None
-            return self.buffer[sent : min(self._reached, sent + PIECE_NBYTES)]
+            return self.buffer[start : min(self._reached, start + PIECE_NBYTES)]
 
 
 class Forwarder:
@@ -205,23 +205,23 @@ class _Child:
         return token
 
     def _send_feed(self, feed: Feed) -> None:
-        sent = 0
-        while sent < len(feed.buffer):
-            piece = feed.beyond(sent, _PULSE)
+        start = 0
+        while start < len(feed.buffer):
+            piece = feed.beyond(start, _PULSE)
             if piece is None:
                 return
             self._send(memoryview(LENGTH.pack(len(piece)) if piece else _WAITING))
             self._send(piece)
-            sent += len(piece)
+            start += len(piece)
 
-    def _send(self, left: memoryview) -> None:
-        blocked = 0
-        while left:
+    def _send(self, data: memoryview) -> None:
+        times_blocked = 0
+        while data:
             try:
-                left, blocked = left[self._socket.send(left, _FLAGS) :], 0
+                data, times_blocked = data[self._socket.send(data, _FLAGS) :], 0
             except TimeoutError:
-                blocked += 1
-                if blocked == _BLOCKED:
+                times_blocked += 1
+                if times_blocked == _BLOCKED:
                     raise
 
     def close(self) -> None:

@@ -80,15 +80,15 @@ class RendezvousStore(Store):
         """
         if self._own.issuperset(keys):
             return  # a rank also asks for its own value, which says nothing about the other rank
-        last: Deadline | None = None
+        last_deadline: Deadline | None = None
         while not self.check(keys):
-            if last is not None:
+            if last_deadline is not None:
                 self._pause.wait(_LOOK_SECONDS)
             elif self._over.wait(_LOOK_SECONDS):
                 self._agree(_GIVEN_UP)
-                last = Deadline(_LAST_SECONDS)
+                last_deadline = Deadline(_LAST_SECONDS)
             given_up = self._client.value(self._prefix + _AGREED) == _GIVEN_UP.encode()
-            if given_up or (last is not None and last.passed):
+            if given_up or (last_deadline is not None and last_deadline.passed):
                 break
         else:
             if self._agree(_CONNECT) == _CONNECT:

@@ -212,13 +212,13 @@ class _Heartbeats(PerProcess):
         self.name = uuid.uuid4().hex
 
     def join(self, store: TCPStore, callbacks: Callbacks) -> HeartbeatMember:
-        where = store.host, store.port
+        address = store.host, store.port
         with self._lock:
-            heartbeat = self._running.get(where)
+            heartbeat = self._running.get(address)
             if heartbeat is None:
                 heartbeat = Heartbeat(store)
                 heartbeat.start()
-                self._running[where] = heartbeat
+                self._running[address] = heartbeat
             return HeartbeatMember(heartbeat, heartbeat.add(callbacks))
 
     def leave(self, heartbeat_member: HeartbeatMember) -> None:

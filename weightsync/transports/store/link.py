@@ -105,15 +105,15 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
 
     def _send_update(self, update: Update, payload: Buffer | None) -> None:
         # The worker drops what has come in parts, unless this update names it.
-        sent, self._parts = self._parts, _NONE_SENT
+        parts_sent, self._parts = self._parts, _NONE_SENT
         if update.nbytes and (payload is None or payload.nbytes < update.nbytes):
             raise ConfigurationError(f"Version {update.version} was sent without its {update.nbytes} bytes.")
         hint = self._hints.of(update, self._rank)
         if payload is None:
             self._threads.post(QueuedMessage(codec.encode(update), None, hint))
-        elif payload.segment is not None and sent == (payload.segment.next_seal, update.nbytes):
-            named = structs.replace(update, payload_id=sent[0])
-            self._threads.post(QueuedMessage(codec.encode(named), None, hint, payload_id=sent[0]))
+        elif payload.segment is not None and parts_sent == (payload.segment.next_seal, update.nbytes):
+            named_update = structs.replace(update, payload_id=parts_sent[0])
+            self._threads.post(QueuedMessage(codec.encode(named_update), None, hint, payload_id=parts_sent[0]))
         else:
             self._send_whole(update, payload, hint)
 
@@ -166,10 +166,10 @@ class StoreLink(WakeableLink, Remarks, CarriesDeltas, TakesParts, Gathers):
             self._ending = death
             self._threads.end_reading(death)
             self._unwatch()
-        arrived, failed = self._threads.collect()
-        if failed is not None:
+        arrived, failure = self._threads.collect()
+        if failure is not None:
             if not arrived:
-                raise self._with_ending(failed)
+                raise self._with_ending(failure)
             # Earlier messages are delivered now and the error at the next call, so the wait before that must end.
             self._waker.fire()
         return arrived

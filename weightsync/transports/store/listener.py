@@ -59,9 +59,9 @@ class _Listeners(PerProcess):
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
 
-    def at(self, where: WorkerLocation) -> list[_Listener]:
+    def at(self, location: WorkerLocation) -> list[_Listener]:
         """The listeners for the same worker."""
-        return [each for each in self._listeners if each.where == where]
+        return [each for each in self._listeners if each.where == location]
 
 
 _listeners = _Listeners()
@@ -206,11 +206,11 @@ class _Listener:
             )
         if self._next or self._over.is_set() or not Models.are_readable_in(self._endpoint.store):
             return
-        found = Models(self._endpoint.rank, SENDERS).without(client, self._model_id)
-        if self._remark.is_due(found):
+        other_models = Models(self._endpoint.rank, SENDERS).without(client, self._model_id)
+        if self._remark.is_due(other_models):
             logger.warning(
                 "model %r: a sender of %s waits for rank %d, and none of %r so far: give both sides the same model_id",
-                *(self._model_id, found, self._endpoint.rank, self._model_id),
+                *(self._model_id, other_models, self._endpoint.rank, self._model_id),
             )
 
     @property
@@ -390,23 +390,23 @@ class _Receivers(PerProcess):
 
         Raises ConfigurationError: there is another. The same receiver may be registered again.
         """
-        place = _identity_of(endpoint.store), endpoint.rank, model_id
+        key = _identity_of(endpoint.store), endpoint.rank, model_id
         with self._lock:
-            there = self._by_place.setdefault(place, _Place())
-            if any(other != accept for other in there.accepts):
+            place = self._by_place.setdefault(key, _Place())
+            if any(other != accept for other in place.accepts):
                 raise ConfigurationError(
                     f"Model {model_id!r} has a receiver for rank {endpoint.rank} in this process: close that first."
                 )
-            there.accepts.append(accept)
+            place.accepts.append(accept)
 
         def shut() -> None:
             with self._lock:
-                if accept in there.accepts:
-                    there.accepts.remove(accept)
-                if not there.accepts and self._by_place.get(place) is there:
-                    del self._by_place[place]
+                if accept in place.accepts:
+                    place.accepts.remove(accept)
+                if not place.accepts and self._by_place.get(key) is place:
+                    del self._by_place[key]
 
-        return there, shut
+        return place, shut
 
 
 def _identity_of(store: Store) -> Hashable:

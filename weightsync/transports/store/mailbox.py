@@ -233,17 +233,17 @@ class Inbox:
 
     def _await_rewritten(self) -> bytes:
         """The value of the next key, once the other end has overwritten a value that is not its own."""
-        key, behind = self._key_of(self.number), self._key_of(self.number + 1)
+        key, next_key = self._key_of(self.number), self._key_of(self.number + 1)
         pause = threading.Event()
         while True:
             # Checked in this order, since the keys are written in order.
-            later = self._client.value(behind)
+            next_value = self._client.value(next_key)
             value = self._client.value(key)
             if value is not None and _is_own_value(value):
                 return value
-            if later == _END.encode():
+            if next_value == _END.encode():
                 raise Ended
-            if later is not None and later[:1] in (_WORDS, _CLOSED):
+            if next_value is not None and next_value[:1] in (_WORDS, _CLOSED):
                 raise TransportError(f"a message was overwritten in the store by someone else, under the key {key}")
             pause.wait(_LOOK_SECONDS)
 

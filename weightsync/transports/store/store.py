@@ -235,11 +235,11 @@ class Client:
         self._store: Store | None = None
         with _connection_locks.lock_of(base.port), self._as_transport_errors():
             _require_descriptors()
-            before = connected_sockets() if _descriptor(base) is None else {}
+            sockets_before = connected_sockets() if _descriptor(base) is None else {}
             self._store = _new_connection(store, base)
             self._store.set_timeout(FOR_EVER)
             now = connected_sockets(_descriptor(self._store)).items()
-            fresh = [each for identity, each in now if identity not in before and each.peer == base.port]
+            fresh = [each for identity, each in now if identity not in sockets_before and each.peer == base.port]
             self._socket_copy = fresh[0].copy() if len(fresh) == 1 else None
         if len(fresh) == 1 and self._socket_copy is None:
             raise TransportError(
@@ -343,12 +343,12 @@ def _require_descriptors(count: int = _CLIENT_DESCRIPTORS) -> None:
 
     Raises OSError: fewer than that are left.
     """
-    found: list[int] = []
+    descriptors: list[int] = []
     try:
         for _ in range(count):
-            found.append(os.eventfd(0, os.EFD_CLOEXEC))
+            descriptors.append(os.eventfd(0, os.EFD_CLOEXEC))
     finally:
-        for descriptor in found:
+        for descriptor in descriptors:
             os.close(descriptor)
 
 
@@ -397,7 +397,7 @@ def _descriptor(store: Store) -> str | None:
 
 def connected_sockets(descriptor: str | None = None) -> dict[str, ConnectedSocket]:
     """This process's connected sockets, by identity: the one of that descriptor, or all."""
-    found = {}
+    sockets = {}
     for entry in os.listdir("/proc/self/fd") if descriptor is None else (descriptor,):
         with contextlib.suppress(OSError):
             identity = _identity(entry)
@@ -406,7 +406,7 @@ def connected_sockets(descriptor: str | None = None) -> dict[str, ConnectedSocke
                 sock = _socket_over(int(entry))
                 try:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
-                        found[identity] = ConnectedSocket(identity, int(entry), sock.getpeername()[1])
+                        sockets[identity] = ConnectedSocket(identity, int(entry), sock.getpeername()[1])
                 finally:
                     sock.detach()
-    return found
+    return sockets

@@ -93,19 +93,19 @@ class Stream:
             left = left[self._socket.send(left, _AT_ONCE) :]
         return left
 
-    def finish(self, left: bytes, go_on: Callable[[], None]) -> None:
+    def finish(self, rest: bytes, go_on: Callable[[], None]) -> None:
         """Write the rest of a message: see `begin` and `write`."""
         with _as_transport_errors():
-            self._send(memoryview(left), go_on)
+            self._send(memoryview(rest), go_on)
 
     def _write_piece(self, piece: memoryview, go_on: Callable[[], None]) -> None:
         self._send(piece, go_on)
 
-    def _send(self, left: memoryview, go_on: Callable[[], None]) -> None:
-        while left:
+    def _send(self, data: memoryview, go_on: Callable[[], None]) -> None:
+        while data:
             with contextlib.suppress(BlockingIOError):
-                left = left[self._socket.send(left, _SEND_FLAGS) :]
-            if left:
+                data = data[self._socket.send(data, _SEND_FLAGS) :]
+            if data:
                 go_on()
 
     def read(self) -> bytearray:
@@ -125,9 +125,9 @@ class Stream:
             text = text + more if text else more
         return text
 
-    def read_into(self, room: memoryview) -> None:
-        """Fill ``room``. After an error its contents are undefined."""
-        for piece in _pieces(room):
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill ``buffer``. After an error its contents are undefined."""
+        for piece in _pieces(buffer):
             self._read_piece(piece)
 
     def _read_piece(self, piece: memoryview) -> None:
@@ -141,12 +141,12 @@ class Stream:
             self.read_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
 
-    def _fill(self, room: memoryview) -> bool:
-        """Fill ``room``; False: the stream has ended before its first byte."""
+    def _fill(self, buffer: memoryview) -> bool:
+        """Fill ``buffer``; False: the stream has ended before its first byte."""
         filled = 0
         with _as_transport_errors():
-            while filled < len(room):
-                nbytes = self._socket.recv_into(room[filled:], 0, _WHOLE)
+            while filled < len(buffer):
+                nbytes = self._socket.recv_into(buffer[filled:], 0, _WHOLE)
                 if not nbytes and filled:
                     raise _truncated_error()
                 if not nbytes:
@@ -173,9 +173,9 @@ class Stream:
         """Make reading and writing fail, here and at the other end."""
         self._shut(socket.SHUT_RDWR)
 
-    def _shut(self, how: int) -> None:
+    def _shut(self, direction: int) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._socket.shutdown(how)
+            self._socket.shutdown(direction)
 
     def close(self) -> None:
         """Close the descriptor, once no thread reads or writes any more."""
@@ -344,13 +344,13 @@ def _address_at(interfaces: str) -> str:
     interface = interfaces.partition(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            reply = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             only = _ipv6_address_at(interface)
             if only is not None:
                 return only
             raise TransportError(f"GLOO_SOCKET_IFNAME names {interface}, which has no address: {error}.") from error
-    return socket.inet_ntoa(found[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 def _ipv6_address_at(interface: str) -> str | None:

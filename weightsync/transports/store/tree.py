@@ -41,17 +41,17 @@ def tree_of(nodes: Sequence[Node], width: int) -> list[int | None]:
         (index for index, node in enumerate(nodes) if node.passes_on),
         key=lambda index: (nodes[index].at_loopback, nodes[index].host),
     )
-    rooms: dict[int | None, int] = {None: width}
+    room_of: dict[int | None, int] = {None: width}
     blocks: list[tuple[int | None, list[int]]] = [(None, order)]
     for parent, block in blocks:  # it grows: breadth first
         for part in _split_evenly(block, width):
             parents[part[0]] = parent
-            rooms[parent] -= 1
-            rooms[part[0]] = width
+            room_of[parent] -= 1
+            room_of[part[0]] = width
             blocks.append((part[0], part[1:]))
     for index, node in enumerate(nodes):
         if not node.passes_on:
-            parents[index] = _parent_with_room(nodes, rooms, node)
+            parents[index] = _parent_with_room(nodes, room_of, node)
     return parents
 
 
@@ -62,10 +62,10 @@ def _split_evenly(block: list[int], count: int) -> Iterator[list[int]]:
         yield block[number * len(block) // count : (number + 1) * len(block) // count]
 
 
-def _parent_with_room(nodes: Sequence[Node], rooms: dict[int | None, int], leaf: Node) -> int | None:
+def _parent_with_room(nodes: Sequence[Node], room_of: dict[int | None, int], leaf: Node) -> int | None:
     """The first parent that has room for a leaf, which takes it; None: the trainer, with or without room."""
-    for parent, room in rooms.items():
+    for parent, room in room_of.items():
         if room and (parent is None or leaf.reaches(nodes[parent])):
-            rooms[parent] -= 1
+            room_of[parent] -= 1
             return parent
     return None
