@@ -41,11 +41,13 @@ def model_and_weights(*given: Any) -> tuple[str, Any]:
 
     Raises ConfigurationError: no weights, more than two arguments, or two of which none is a str.
     """
-    found = [each for each in given if each is not UNSET]
-    if len(found) > _BOTH:
-        raise ConfigurationError(f"a model's id and its weights are two arguments, not {len(found)}. Nothing was sent.")
-    model_id, weights = found if len(found) == _BOTH else (POLICY, *(found or [UNSET]))
-    if len(found) == _BOTH and isinstance(weights, str):
+    arguments = [each for each in given if each is not UNSET]
+    if len(arguments) > _BOTH:
+        raise ConfigurationError(
+            f"a model's id and its weights are two arguments, not {len(arguments)}. Nothing was sent."
+        )
+    model_id, weights = arguments if len(arguments) == _BOTH else (POLICY, *(arguments or [UNSET]))
+    if len(arguments) == _BOTH and isinstance(weights, str):
         model_id, weights = weights, model_id
     if weights is UNSET or weights is None or isinstance(weights, str):
         raise ConfigurationError(
@@ -60,24 +62,24 @@ def model_and_weights(*given: Any) -> tuple[str, Any]:
     return model_id, weights
 
 
-def unpack_arguments(names: Sequence[str], packed: Any, apart: Mapping[str, Any]) -> dict[str, Any]:
+def unpack_arguments(names: Sequence[str], packed: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that TorchRL's first generation takes as one tuple, and its second separately.
 
     Args:
-        apart: the keywords; None: not given.
+        keywords: the keywords; None: not given.
 
     Raises ConfigurationError: the tuple has another length, or an argument is given twice.
     """
-    whole = isinstance(packed, tuple | list)
-    values = list(packed) if whole else [packed]
-    if whole and len(values) != len(names):
+    is_tuple = isinstance(packed, tuple | list)
+    values = list(packed) if is_tuple else [packed]
+    if is_tuple and len(values) != len(names):
         raise ConfigurationError(f"expected ({', '.join(names)}), but {len(values)} values were given.")
-    found = {name: value for name, value in zip(names, values, strict=False) if value is not None}
-    named = {name: value for name, value in apart.items() if value is not None}
-    twice = sorted(found.keys() & named.keys())
+    from_tuple = {name: value for name, value in zip(names, values, strict=False) if value is not None}
+    from_keywords = {name: value for name, value in keywords.items() if value is not None}
+    twice = sorted(from_tuple.keys() & from_keywords.keys())
     if twice:
         raise ConfigurationError(f"{', '.join(twice)}: given twice.")
-    return dict.fromkeys(names) | found | named
+    return dict.fromkeys(names) | from_tuple | from_keywords
 
 
 def _named(weights: Any) -> str:

@@ -231,17 +231,17 @@ class WeightSyncScheme(Configured):
         require_name(model_id)
         if context is None and self._sender_side.sender is None:
             context = self.context
-        given = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
-        endpoint = self._endpoint(given, context, model_id)
-        model = self._worker_model(given, context, model_id)
-        self.applied_selection = Selection(given["names"]) if "names" in given else None
+        keywords = checked(kwargs, (*self._worker_arguments, *_ALWAYS_ON_WORKER), "init_on_worker")
+        endpoint = self._endpoint(keywords, context, model_id)
+        model = self._worker_model(keywords, context, model_id)
+        self.applied_selection = Selection(keywords["names"]) if "names" in keywords else None
         receiver = self.create_receiver()
         with self._events.reported_by(lambda events: receiver.report_to(events, lambda: self.worker_idx)):
             receiver.set_context(context, model_id)
             receiver.register_model(model_or_empty(model))
             try:
                 receiver.register_worker_transport(endpoint)
-                self._become_worker(given, context)
+                self._become_worker(keywords, context)
             except BaseException:  # after an interrupt it listens already, and nobody could close it
                 receiver._listening.stop()
                 raise
@@ -271,9 +271,9 @@ class WeightSyncScheme(Configured):
         self.init_on_worker(model_id, context, **kwargs)
         self._receiver_side.on_meta_device = lacking
 
-    def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
+    def _become_worker(self, keywords: Mapping[str, Any], context: Any) -> None:
         """Keep the arguments of the worker's side."""
-        worker_idx = given_or_found(given, context, "worker_idx")
+        worker_idx = given_or_found(keywords, context, "worker_idx")
         if worker_idx is not None:
             self._receiver_side.worker_idx = require_worker_id(worker_idx, "worker_idx")
         if self._sender_side.sender is None:
@@ -451,23 +451,23 @@ class WeightSyncScheme(Configured):
     def _source(self, weights: Any, model_id: str, context: Any) -> Any:
         """The object whose weights `prepare_weights` takes."""
         if weights is None:
-            found = self._found(model_id, self._context() if context is None else context)
+            source = self._found(model_id, self._context() if context is None else context)
         elif isinstance(weights, str):
-            found = _resolve_model(self._context() if context is None else context, weights)
+            source = _resolve_model(self._context() if context is None else context, weights)
         elif is_weightless(weights) and any(
-            weights is known for known in (self._sender_side.given.get("model"), optional(self.context, "policy"))
+            weights is model for model in (self._sender_side.given.get("model"), optional(self.context, "policy"))
         ):
-            found = {}
+            source = {}
         else:
-            found = weights
-        if found is None:
+            source = weights
+        if source is None:
             why = missing_path_reason(self._context() if context is None else context, model_id)
             raise ConfigurationError(
                 f"send() was given no weights and no model is registered for {model_id!r}: pass weights, or give "
                 "init_on_sender() model=, source_model=, cached_weights= or a context that has the model. Nothing was "
                 f"sent.{why}"
             )
-        return found
+        return source
 
     # --------------------------------------------------------------------- senders, receivers, events; the end
 
@@ -552,7 +552,7 @@ class WeightSyncScheme(Configured):
 
     # -------------------------------------------------------------- what a scheme over one transport overrides
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """The endpoint of each worker, as `create_link` takes it, by worker id.
 
         Raises ConfigurationError: an endpoint is missing, or they are contradictory. No link has been created.
@@ -561,17 +561,17 @@ class WeightSyncScheme(Configured):
             f"{type(self).__name__} has no init_on_sender(): override it, or use what create_sender() returns."
         )
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The endpoint at which the sender reaches us, for `listen`. Raises ConfigurationError: it is missing."""
         raise NotImplementedError(
             f"{type(self).__name__} has no init_on_worker(): override it, or use what create_receiver() returns."
         )
 
-    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _worker_model(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The destination of the weights: a model, or a path on the context."""
-        return model_for_worker(given, context, model_id)
+        return model_for_worker(keywords, context, model_id)
 
-    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, keywords: Mapping[str, Any], context: Any) -> bool:
         """Whether `connect` sends the handshake, when the workers can receive it, instead of `init_on_sender`."""
         return False
 

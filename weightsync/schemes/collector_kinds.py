@@ -40,19 +40,19 @@ _SCHEMES = {
 }
 
 
-def refuse_out_of_reach(scheme: str, reached: WorkerKind | None, context: Any, given: Iterable[str]) -> None:
+def refuse_out_of_reach(scheme: str, reachable_kind: WorkerKind | None, context: Any, keywords: Iterable[str]) -> None:
     """Refuse a TorchRL collector that the scheme could not serve: it would wait for workers that never connect.
 
     Args:
         scheme: the scheme's name, for the message.
-        reached: the workers that it reaches; None: it needs none of the collector's.
+        reachable_kind: the workers that it reaches; None: it needs none of the collector's.
         context: the context of `init_on_sender`.
-        given: the keywords that say how the workers are reached. If one is given, the collector is not checked.
+        keywords: the keywords that say how the workers are reached. If one is given, the collector is not checked.
 
     Raises:
         ConfigurationError: the collector has other workers, or none.
     """
-    if reached is None or any(given) or not is_torchrl_collector(context):
+    if reachable_kind is None or any(keywords) or not is_torchrl_collector(context):
         return
     kind, name = _kind_of(context), type(context).__name__
     if kind is None:
@@ -60,7 +60,7 @@ def refuse_out_of_reach(scheme: str, reached: WorkerKind | None, context: Any, g
             f"a {name} has no workers, since it acts with the trainer's own policy: it needs no {scheme}. Leave "
             "weight_sync_schemes= out. Nothing was sent."
         )
-    if kind is not reached:
+    if kind is not reachable_kind:
         raise ConfigurationError(
             f"{scheme} does not reach the workers of a {name}, which are {kind.value}: give it {_SCHEMES[kind]}. "
             "Nothing was sent."

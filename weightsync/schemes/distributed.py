@@ -160,32 +160,32 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             raise ConfigurationError("there is no store yet: call init_on_sender() first.")
         return dict(self._store_info)
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One rendezvous per worker, at ``store=`` or ``context.store``, else at a store that is made here."""
-        count = given_or_found(given, context, "num_workers")
+        count = given_or_found(keywords, context, "num_workers")
         if count is None:
             raise ConfigurationError("init_on_sender() needs num_workers=, or a context with .num_workers.")
-        store = given_or_found(given, context, "store")
+        store = given_or_found(keywords, context, "store")
         if store is None:
             store = self._store = self._make_store(optional(context, "tcp_port"))
         base = base_of(store)
         self._store_info = {"host": base.host, "port": base.port}
-        workers = sorted(given.get("params_map", range(count)))
+        workers = sorted(keywords.get("params_map", range(count)))
         return {worker: self._store_endpoint_at(store, worker + 1) for worker in workers}
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The rendezvous for our rank, at ``store=``, ``context.store`` or the store of ``store_info``."""
-        rank = given_or_found(given, context, "rank")
+        rank = given_or_found(keywords, context, "rank")
         if rank is None:
-            rank = given_or_found(given, context, "worker_idx")
+            rank = given_or_found(keywords, context, "worker_idx")
         if rank is None or rank == 0:
             raise ConfigurationError(
                 "init_on_worker() and init_on_receiver() need rank= (or worker_idx=, or a context with .rank), from 1: "
                 "the trainer is rank 0, and worker i is rank i + 1."
             )
-        store = given_or_found(given, context, "store")
+        store = given_or_found(keywords, context, "store")
         if store is None:
-            store = self._store = self._reach_store(given.get("store_info") or self._store_info)
+            store = self._store = self._reach_store(keywords.get("store_info") or self._store_info)
         return self._store_endpoint_at(store, rank)
 
     def _store_endpoint_at(self, store: Any, rank: Any) -> StoreEndpoint:

@@ -73,13 +73,13 @@ class PipeScheme(WeightSyncScheme):
 
     def init_on_sender(self, model_id: str | None = "policy", context: Any = None, **kwargs: Any) -> None:
         """Make the sender and add the workers to it: see `WeightSyncScheme.init_on_sender`."""
-        before = dict(self._ends)
+        previous_ends = dict(self._ends)
         try:
             super().init_on_sender(model_id, context, **kwargs)
         except BaseException:  # the workers of another init must not take the pipes of this one
-            made, self._ends = self._ends, before
-            for worker, end in made.items():
-                if before.get(worker) is not end:
+            new_ends, self._ends = self._ends, previous_ends
+            for worker, end in new_ends.items():
+                if previous_ends.get(worker) is not end:
                     end.close()
             raise
 
@@ -89,43 +89,43 @@ class PipeScheme(WeightSyncScheme):
         close_at_exit(sender)
         return sender
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Our end of one pipe per worker, from ``pipes=`` or ``context.pipes``, or of pipes made here."""
-        if self._creates_links_at_connect(given, context):
-            return self._make_pipes(given)
-        pipes = _require_pipe_list(given_or_found(given, context, "pipes"))
-        count = given_or_found(given, context, "num_workers")
+        if self._creates_links_at_connect(keywords, context):
+            return self._make_pipes(keywords)
+        pipes = _require_pipe_list(given_or_found(keywords, context, "pipes"))
+        count = given_or_found(keywords, context, "num_workers")
         if count not in (None, len(pipes)):
             raise ConfigurationError(
                 f"num_workers is {count}, but there are {len(pipes)} pipes: give one pipe per worker."
             )
         _refuse_unusable(pipes)
-        return dict(zip(sorted(given.get("params_map", range(len(pipes)))), pipes, strict=True))
+        return dict(zip(sorted(keywords.get("params_map", range(len(pipes)))), pipes, strict=True))
 
-    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, keywords: Mapping[str, Any], context: Any) -> bool:
         """True if we make the pipes. ``ctx=`` asks for that, since a TorchRL collector's ``.pipes`` are for its own
         use."""
-        return "pipes" not in given and ("ctx" in given or given_or_found(given, context, "pipes") is None)
+        return "pipes" not in keywords and ("ctx" in keywords or given_or_found(keywords, context, "pipes") is None)
 
-    def _make_pipes(self, given: Mapping[str, Any]) -> dict[int, Any]:
-        if "num_workers" not in given:
+    def _make_pipes(self, keywords: Mapping[str, Any]) -> dict[int, Any]:
+        if "num_workers" not in keywords:
             raise ConfigurationError(
                 "init_on_sender() needs pipes= (the trainer's end of one multiprocessing.Pipe() per worker), or the "
                 "number of workers, to make the pipes itself: num_workers=, params_map=, devices=, or a context with "
                 ".pipes or .num_workers."
             )
-        ctx = given.get("ctx", multiprocessing)
+        ctx = keywords.get("ctx", multiprocessing)
         require_context(ctx)
-        ours = {}
-        for worker in sorted(given.get("params_map", range(given["num_workers"]))):
-            ours[worker], self._ends[worker] = ctx.Pipe()
-        return ours
+        sender_ends = {}
+        for worker in sorted(keywords.get("params_map", range(keywords["num_workers"]))):
+            sender_ends[worker], self._ends[worker] = ctx.Pipe()
+        return sender_ends
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """This worker's end: ``pipe=``, or that of ``worker_idx`` in this copy, or ``context.pipe``."""
-        if "pipe" not in given and self._ends:
-            return self._own_end(given_or_found(given, context, "worker_idx"))
-        pipe = given_or_found(given, context, "pipe")
+        if "pipe" not in keywords and self._ends:
+            return self._own_end(given_or_found(keywords, context, "worker_idx"))
+        pipe = given_or_found(keywords, context, "pipe")
         if pipe is None:
             raise ConfigurationError(
                 "init_on_worker() and init_on_receiver() need pipe=, or a context with .pipe: this worker's end of a "
@@ -154,9 +154,9 @@ class PipeScheme(WeightSyncScheme):
         super()._reset()
         self._own = None
 
-    def _become_worker(self, given: Mapping[str, Any], context: Any) -> None:
+    def _become_worker(self, keywords: Mapping[str, Any], context: Any) -> None:
         """Close other workers' ends, unless this is the trainer's process too."""
-        super()._become_worker(given, context)
+        super()._become_worker(keywords, context)
         if not self.initialized_on_sender:
             for end in self._ends.values():
                 if end is not self._own:
@@ -248,13 +248,13 @@ class MultiProcessWeightSyncScheme(PipeScheme):
 
 def _require_pipe_list(pipes: Any) -> list[Any]:
     """The pipes, one for each worker. Raises ConfigurationError: this is not a list of them."""
-    given = None if isinstance(pipes, Mapping) else items_of(pipes)
-    if given is None:
+    items = None if isinstance(pipes, Mapping) else items_of(pipes)
+    if items is None:
         raise ConfigurationError(
             f"pipes= is {pipes!r}: give a list with the trainer's end of one multiprocessing.Pipe() per worker. "
             "Nothing has changed."
         )
-    return given
+    return items
 
 
 def _refuse_unusable(pipes: Sequence[Any]) -> None:

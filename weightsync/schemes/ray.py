@@ -96,12 +96,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
         super()._reset()
         self._links = ActorLinks(self._tensor_transport, self._key)
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One actor per worker, from ``remote_collectors=``, ``actor_refs=`` or ``actors=``, or the context's."""
         require_ray(type(self).__name__)
-        actors = self._actors(given, context)
+        actors = self._actors(keywords, context)
         for name in ("num_collectors", "num_workers"):
-            count = given_or_found(given, context, name)
+            count = given_or_found(keywords, context, name)
             if count not in (None, len(actors)):
                 raise ConfigurationError(f"{name} is {count}, but there are {len(actors)} actors: give one per worker.")
         for worker_id, actor in enumerate(actors):
@@ -109,16 +109,16 @@ class RayWeightSyncScheme(WeightSyncScheme):
         refuse_repeated({worker_id: handle_of(actor) for worker_id, actor in enumerate(actors)})
         return dict(enumerate(actors))
 
-    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, keywords: Mapping[str, Any], context: Any) -> bool:
         """True for a TorchRL collector: it initialises the scheme in its actors between `init_on_sender` and `connect`.
 
         At `init_on_sender` no weightsync receiver listens in them yet.
         """
         return is_torchrl_collector(context)
 
-    def _actors(self, given: Mapping[str, Any], context: Any) -> list[Any]:
+    def _actors(self, keywords: Mapping[str, Any], context: Any) -> list[Any]:
         for name in ("remote_collectors", "actor_refs", "actors"):
-            actors = given_or_found(given, context, name)
+            actors = given_or_found(keywords, context, name)
             if isinstance(actors, Mapping):
                 raise ConfigurationError(
                     f"{name}= is a {type(actors).__name__}: give a list of actors. A worker's id is its index there."
@@ -146,15 +146,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """The name under which TorchRL's scheme would register its rendezvous; ours has no such actor."""
         return f"connection_info_{self.model_id or POLICY}"
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The actor of this process. It is not used, since a process holds only one."""
-        return given.get("actor_ref", context)
+        return keywords.get("actor_ref", context)
 
-    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _worker_model(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The model given, or found by ``get_model``, or at the path ``model_id``; for "policy", an actor's module."""
-        found = super()._worker_model(given, context, model_id)
+        model = super()._worker_model(keywords, context, model_id)
         # Any other id names only its own attribute: a critic's weights would fit many policies.
-        return only_module(context, found) if found == "policy" else found
+        return only_module(context, model) if model == "policy" else model
 
     def listen(self, endpoint: Any, model_id: str, accept: Callable[[Link], None]) -> Callable[[], None]:
         """Give ``accept`` each sender's link, as its first call comes: see `WeightSyncScheme.listen`.
@@ -309,12 +309,12 @@ class WeightSyncActor:
 
     @_without_task_retries
     def _weightsync_call(  # noqa: PLR0917 - positional arguments cost Ray less
-        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+        self, model_id: str, link: str, number: int, frame: bytes, payload: Any, lost_calls: tuple[int, ...] = ()
     ) -> Frames:
         """What senders call: see `weightsync.transports.ray.client.ActorCallClient`."""
         # Only a handshake makes the receiver. Any other call of an unknown link is from before a restart.
         actor_server = actor_server_of(model_id) if number else self._weightsync_server(model_id)
-        return actor_server.receive_and_apply(link, number, frame, payload, lost)
+        return actor_server.receive_and_apply(link, number, frame, payload, lost_calls)
 
 
 assert CALL in vars(WeightSyncActor)

@@ -60,9 +60,9 @@ class RayModuleTransformSender(ActorSender):
 
     _register_worker = register_worker
 
-    def _prepare(self, asked: SenderInput, *call: Any) -> Packed | SyncReport:
+    def _prepare(self, input: SenderInput, *call: Any) -> Packed | SyncReport:
         self.find_actor()
-        return super()._prepare(asked, *call)
+        return super()._prepare(input, *call)
 
     def find_actor(self) -> None:
         """Find the actor, unless it was found already.
@@ -151,13 +151,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Raises:
             ConfigurationError: (a ValueError) there is none, or there are several.
         """
-        for found in (
+        for candidate in (
             self._transform,
             self._sender_side.given.get("ray_transform"),
             context,
             _resolve_or_none(context, model_id),
         ):
-            actor = self._actor_behind(found)
+            actor = self._actor_behind(candidate)
             if actor is not None:
                 return actor
         actors = self._require_actors(context, model_id)
@@ -174,13 +174,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 "init_on_sender() a context, ray_transform= or actor_refs=. Nothing was sent."
             ) from error
 
-    def _actor_behind(self, found: Any) -> Any:
+    def _actor_behind(self, candidate: Any) -> Any:
         """The actor behind an object: its ``_actor``, or itself if it takes weights, or None."""
-        inner = optional(found, "_actor")
+        inner = optional(candidate, "_actor")
         if inner is not MISSING and inner is not None:
             return inner
-        taking = (optional(found, name) for name in methods_for(self.strategy))
-        return found if any(optional(method, "remote") is not MISSING for method in taking) else None
+        methods = (optional(candidate, name) for name in methods_for(self.strategy))
+        return candidate if any(optional(method, "remote") is not MISSING for method in methods) else None
 
     def _found(self, model_id: str, context: Any) -> Any:
         """What a send without weights sends; never the actor that the weights are for."""
@@ -188,7 +188,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             self._sender_side.given, context, model_id, lambda found: self._actor_behind(found) is not None
         )
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """Empty: the actor is found when it is first needed."""
         return {}
 
@@ -199,10 +199,10 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             sender.find_actor()
         return super()._groups(weights, worker_ids)
 
-    def _worker_model(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _worker_model(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """The model given or found by ``get_model``, else the actor's ``_actor_module`` or ``module``, else a path."""
-        found = WeightSyncScheme._worker_model(self, given, context, model_id)
-        return only_module(context, found) if isinstance(found, str) else found
+        model = WeightSyncScheme._worker_model(self, keywords, context, model_id)
+        return only_module(context, model) if isinstance(model, str) else model
 
     def _transport(self, actor: Any, worker_idx: int | None) -> Any:
         return torchrl_transport("RayActorTransport")(actor, str(self.strategy), self._tensor_transport, key=self._key)

@@ -95,31 +95,31 @@ class ActorServer:
 
     def open(self, accept: Callable[[Link], None], key: SharedKey | None = None) -> Callable[[], None]:
         """Have ``accept`` called with each sender's link: see `CallServer.open`."""
-        shut = self._call_server.open(accept, key)
+        stop_listening = self._call_server.open(accept, key)
         self._listening = True
         server.accept_calls(self.model_id, self.receive_and_apply)
 
         def stop() -> None:
             self._listening = False
             server.refuse_calls(self.model_id)
-            shut()
+            stop_listening()
             if self._guard is not None:
                 self._guard.clear()
 
         return stop
 
     def receive_and_apply(
-        self, link: str, number: int, frame: bytes, payload: Any, lost: tuple[int, ...] = ()
+        self, link: str, number: int, frame: bytes, payload: Any, lost_calls: tuple[int, ...] = ()
     ) -> Frames:
         """Take a call with Ray's arguments: see `call`. The payload is flat: bytes, an array, or a tensor
         under NIXL. A tuple is its place in the sender's memory.
         """
         if isinstance(payload, tuple):
-            return self.call(Parcel(link, number, frame, place=SegmentPlace.read(payload)), lost)
-        found: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
-        return self.call(Parcel(link, number, frame, None if payload is None else memoryview(found)), lost)
+            return self.call(Parcel(link, number, frame, place=SegmentPlace.read(payload)), lost_calls)
+        flat: Any = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else payload
+        return self.call(Parcel(link, number, frame, None if payload is None else memoryview(flat)), lost_calls)
 
-    def call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
+    def call(self, parcel: Parcel, lost_calls: tuple[int, ...]) -> Frames:
         """Take a parcel, have the receiver decide it, and return the answers.
 
         It waits for running forward passes (`WeightReceiver.serving`), so that none sees two versions.
@@ -132,7 +132,7 @@ class ActorServer:
             LayoutError: weights have arrived, and the model has no data yet (meta, uninitialised).
         """
         try:
-            return self._answer_call(parcel, lost)
+            return self._answer_call(parcel, lost_calls)
         except _OutOfOrderCall as early:
             return [early.mark + str(early).encode()]
         except BaseException:
@@ -140,13 +140,13 @@ class ActorServer:
             self._call_server.drop(parcel)
             raise
 
-    def _answer_call(self, parcel: Parcel, lost: tuple[int, ...]) -> Frames:
+    def _answer_call(self, parcel: Parcel, lost_calls: tuple[int, ...]) -> Frames:
         self._require_known(parcel)
         answer = self._call_server.submit(parcel)
         if isinstance(answer, CallRefused):
             return answer.result()
         answers = [*self._unanswered.pop(parcel.link, []), answer]
-        self._call_server.skip(parcel, lost)
+        self._call_server.skip(parcel, lost_calls)
         try:
             self._decide(parcel, answers[-1])
         except _OutOfOrderCall:
@@ -191,8 +191,8 @@ class ActorServer:
     def _decide(self, parcel: Parcel, answer: Answer) -> None:
         # A serial actor runs no earlier call while it waits, and with a key that one may be repeated behind this one.
         threaded = not _calls_arrive_in_order() and not _is_on_event_loop()
-        ordered = Deadline(PATIENCE_FOR_ORDER if threaded else STEP)
-        loop = Deadline(PATIENCE_OF_LOOP if _is_on_event_loop() else None)
+        order_deadline = Deadline(PATIENCE_FOR_ORDER if threaded else STEP)
+        loop_deadline = Deadline(PATIENCE_OF_LOOP if _is_on_event_loop() else None)
         timeout = 0.0
         while not answer.done():
             self._drive(answer, timeout)
@@ -200,10 +200,10 @@ class ActorServer:
             if answer.done():
                 return
             if self._call_server.awaits_turn(parcel):
-                if ordered.passed:
+                if order_deadline.passed:
                     reason = f"calls for {self.model_id!r} that were begun before this one have not arrived."
                     raise TransportError(reason) if threaded else _OutOfOrderCall(reason)
-            elif loop.passed:
+            elif loop_deadline.passed:
                 if self.receiver is not None and not self.receiver.serves_here:
                     raise _OutOfOrderCall("another thread was in a forward, or in serving(), for a minute.")
                 raise StateError(

@@ -38,10 +38,10 @@ class ReceiverSide:
         if self.receiver is not None:
             raise already_initialised_error(self.receiver, "worker", "init_on_worker", "get_receiver")
 
-    def require_receiver(self, asked: str) -> WeightReceiver:
+    def require_receiver(self, method: str) -> WeightReceiver:
         """The receiver. Raises StateError: this side is not initialised."""
         if self.receiver is None:
-            raise not_initialised_error("uninitialized on the worker", asked, "init_on_worker", "init_on_receiver")
+            raise not_initialised_error("uninitialized on the worker", method, "init_on_worker", "init_on_receiver")
         return self.receiver
 
     @property
@@ -129,7 +129,7 @@ class ReceiverSide:
 
         return relay_version
 
-    def receive(self, timeout: float | None, strategy: WeightStrategy, chosen: Selection | None) -> Any:
+    def receive(self, timeout: float | None, strategy: WeightStrategy, selection: Selection | None) -> Any:
         """The chosen weights that the model holds now, or a loader's version; None if no new version went live.
 
         Raises:
@@ -139,7 +139,7 @@ class ReceiverSide:
         self.rendezvous.require_connected("receive", receiver)
         if not receiver.receive(timeout):
             return None
-        held = receiver.target().destination
-        if isinstance(held, Loader):
+        destination = receiver.target().destination
+        if isinstance(destination, Loader):
             return receiver.version
-        return strategy.extract_weights(held if chosen is None else chosen.state_dict(held))
+        return strategy.extract_weights(destination if selection is None else selection.state_dict(destination))

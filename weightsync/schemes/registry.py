@@ -76,10 +76,10 @@ def scheme_of(backend: str) -> type[Any]:
 
 def _load_entry_point(point: EntryPoint) -> type[Any]:
     try:
-        found: type[Any] = point.load()
+        scheme_type: type[Any] = point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
             f"The weight-sync backend {point.name!r} is {point.value!r} of an installed package (an entry point of "
             f"{ENTRY_POINTS}), which cannot be imported: {error}."
         ) from error
-    return found
+    return scheme_type

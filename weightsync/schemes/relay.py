@@ -61,12 +61,12 @@ def _call_and_report(model_id: str, version: int | None, call: Callable[[], Any]
         one outcome, ABANDONED, with the reason; None if the method returned no report.
     """
     try:
-        found = _run(call)
+        result = _run(call)
     except SyncError as error:
         return error.report if isinstance(error.report, SyncReport) else _unknown_outcome(model_id, version, error)
     except Exception as error:  # noqa: BLE001 - a user's method may raise anything, and the sender is notified
         return _unknown_outcome(model_id, version, error)
-    return found if isinstance(found, SyncReport) else None
+    return result if isinstance(result, SyncReport) else None
 
 
 def _run(call: Callable[[], Any]) -> Any:

@@ -61,38 +61,38 @@ class Rendezvous:
             raise
         self._state = ConnectState.CONNECTED
 
-    def require_connected(self, asked: str, participant: Participant) -> None:
+    def require_connected(self, method: str, participant: Participant) -> None:
         """Raises StateError: this side has not connected; or its sender or receiver was closed before it had."""
         if not self.is_connected:
-            participant.require_open(asked)
-            raise self._state_error(asked, ["connect"])
+            participant.require_open(method)
+            raise self._state_error(method, ["connect"])
 
     def _state_error(self, asked: str, allowed: list[str], hint: str = "") -> StateError:
         return StateError(f"scheme ({self._side.value})", self._state.value, asked, allowed, hint)
 
 
-def not_initialised_error(state: str, asked: str, *allowed: str) -> StateError:
+def not_initialised_error(state: str, method: str, *allowed: str) -> StateError:
     """The error of a scheme, or of one side of it, that was not initialised in this process.
 
     Args:
         state: in the words of messages.
-        asked: the method that was called.
+        method: the method that was called.
         allowed: the methods that initialise it.
     """
     first = " or ".join(f"{each}()" for each in allowed)
     hint = f"Call {first} first, also on a copy of a scheme (pickled, copied or inherited by a forked process)."
-    return StateError("scheme", state, asked, allowed, hint)
+    return StateError("scheme", state, method, allowed, hint)
 
 
-def already_initialised_error(participant: Participant, side: str, asked: str, allowed: str) -> StateError:
+def already_initialised_error(participant: Participant, side: str, method: str, allowed: str) -> StateError:
     """The error of a side that is to be initialised a second time.
 
     Args:
         participant: its sender or receiver.
         side: in the words of messages, "sender" or "worker".
-        asked: the method that was called.
+        method: the method that was called.
         allowed: the method that returns the participant.
     """
     if participant.state is State.CLOSED:
-        return StateError("scheme", f"closed on the {side}", asked, [], _CLOSED)
-    return StateError("scheme", f"initialised on the {side}", asked, [allowed, "close"], _INITIALISED_ONCE)
+        return StateError("scheme", f"closed on the {side}", method, [], _CLOSED)
+    return StateError("scheme", f"initialised on the {side}", method, [allowed, "close"], _INITIALISED_ONCE)

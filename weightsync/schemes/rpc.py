@@ -66,11 +66,11 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         super()._reset()
         self._presenter = SharedPresenter()
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """One worker each, from ``collector_infos=`` and ``collector_rrefs=``, or the context's."""
-        infos = _require_list(given_or_found(given, context, "collector_infos"), "collector_infos")
-        rrefs = _require_list(given_or_found(given, context, "collector_rrefs"), "collector_rrefs")
-        kind = given_or_found(given, context, "collector_class")
+        infos = _require_list(given_or_found(keywords, context, "collector_infos"), "collector_infos")
+        rrefs = _require_list(given_or_found(keywords, context, "collector_rrefs"), "collector_rrefs")
+        kind = given_or_found(keywords, context, "collector_class")
         if infos is None and rrefs is None:
             raise ConfigurationError(
                 "init_on_sender() needs collector_infos=, the names or WorkerInfos of the workers, or collector_rrefs= "
@@ -79,14 +79,16 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         if kind is not None and rrefs is None:
             raise ConfigurationError("collector_class= needs collector_rrefs=: one reference per worker.")
         count = len(infos if infos is not None else rrefs or [])
-        for name, many in (
+        for name, number in (
             ("collector_rrefs", rrefs and len(rrefs)),
-            ("num_workers", given_or_found(given, context, "num_workers")),
+            ("num_workers", given_or_found(keywords, context, "num_workers")),
         ):
-            if many not in (None, count):
-                raise ConfigurationError(f"{name}: {many}, but there are {count} workers: give one per worker.")
-        found = {worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)}
-        return {worker: _resolve_worker(collector, f"worker {worker}") for worker, collector in found.items()}
+            if number not in (None, count):
+                raise ConfigurationError(f"{name}: {number}, but there are {count} workers: give one per worker.")
+        collectors = {
+            worker: Collector(infos and infos[worker], rrefs and rrefs[worker], kind) for worker in range(count)
+        }
+        return {worker: _resolve_worker(collector, f"worker {worker}") for worker, collector in collectors.items()}
 
     def create_link(self, endpoint: Any, model_id: str, peer: str) -> Link:
         """A link to a worker.
@@ -131,7 +133,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             **found, worker_rank=worker_rank, strategy=self.strategy, key=self._key
         )
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         """None: each process has one call server per model, whether or not RPC is initialised yet."""
         return None
 
@@ -157,13 +159,13 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             super()._await_first(receiver, background, deadline)
 
 
-def _require_list(given: Any, name: str) -> list[Any] | None:
+def _require_list(value: Any, name: str) -> list[Any] | None:
     """One entry for each worker, or None. Raises ConfigurationError: this is not a list."""
-    if given is None:
+    if value is None:
         return None
-    if not isinstance(given, Iterable) or isinstance(given, str | Mapping | Set):
-        raise ConfigurationError(f"{name}= is {given!r}: give a list with one entry per worker. Nothing was sent.")
-    return list(given)
+    if not isinstance(value, Iterable) or isinstance(value, str | Mapping | Set):
+        raise ConfigurationError(f"{name}= is {value!r}: give a list with one entry per worker. Nothing was sent.")
+    return list(value)
 
 
 def _resolve_worker(collector: Collector, peer: str) -> Collector:

@@ -62,10 +62,10 @@ class SenderScheme(Protocol):
     def strategy(self) -> WeightStrategy:
         """How weights are taken from a model."""
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """The endpoint of each worker, as `create_link` takes it, by worker id."""
 
-    def _creates_links_at_connect(self, given: Mapping[str, Any], context: Any) -> bool:
+    def _creates_links_at_connect(self, keywords: Mapping[str, Any], context: Any) -> bool:
         """Whether the links are created by `connect`, and not by `init_on_sender`."""
 
     def weights_to_send(self, weights: Any, model_id: str, context: Any = None) -> Any:
@@ -126,52 +126,52 @@ class SenderSide:
         """
         scheme = self._scheme
         refuse_out_of_reach(type(scheme).__name__, scheme._reached, context, kwargs.keys() & scheme._sender_arguments)
-        given = checked(kwargs, (*scheme._sender_arguments, *_ALWAYS), "init_on_sender")
-        refuse_shards(given)
-        if given.get("fence") is not None:
-            require_fence(given["fence"], "the incarnation to rise above, from WorkerLostError.fence")
-        expected = expected_number(given.get("expected_workers"))
-        workers = worker_set_of(given, context, scheme.strategy)
-        given = self._with_set_model(workers.with_count(given))
+        keywords = checked(kwargs, (*scheme._sender_arguments, *_ALWAYS), "init_on_sender")
+        refuse_shards(keywords)
+        if keywords.get("fence") is not None:
+            require_fence(keywords["fence"], "the incarnation to rise above, from WorkerLostError.fence")
+        expected = expected_number(keywords.get("expected_workers"))
+        workers = worker_set_of(keywords, context, scheme.strategy)
+        keywords = self._with_set_model(workers.with_count(keywords))
         if has_processes(context):
-            registered(given, context, model_id)  # an error must come before the collector starts its workers
-        endpoints = scheme._endpoints(given, context, model_id)
+            registered(keywords, context, model_id)  # an error must come before the collector starts its workers
+        endpoints = scheme._endpoints(keywords, context, model_id)
         refuse_repeated(endpoints)
-        processes = processes_of(given.get("processes"), endpoints) or collector_processes(context, endpoints)
-        self.selection = Selection(given["names"]) if "names" in given else None
-        self.finite_model_id = model_id if switch(given.get("check_finite", False), "check_finite") else None
-        return SenderSetup(model_id, context, given, workers, endpoints, processes, expected)
+        processes = processes_of(keywords.get("processes"), endpoints) or collector_processes(context, endpoints)
+        self.selection = Selection(keywords["names"]) if "names" in keywords else None
+        self.finite_model_id = model_id if switch(keywords.get("check_finite", False), "check_finite") else None
+        return SenderSetup(model_id, context, keywords, workers, endpoints, processes, expected)
 
-    def _with_set_model(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _with_set_model(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keywords given, with the model that was set before, unless they say what to send."""
         model = self.given.get(SET_MODEL)
-        if model is None or given.keys() & _WEIGHT_ARGUMENTS:
-            return given
-        return {**given, "model": model, SET_MODEL: model}
+        if model is None or keywords.keys() & _WEIGHT_ARGUMENTS:
+            return keywords
+        return {**keywords, "model": model, SET_MODEL: model}
 
     def begin(self, sender: WeightSender, setup: SenderSetup) -> None:
         """Add the workers to a new sender, and create the links unless `connect` is to create them."""
-        scheme, given, context = self._scheme, setup.given, setup.context
+        scheme, keywords, context = self._scheme, setup.given, setup.context
         scheme.per_worker_weights = scheme.per_worker_weights or has_factories(context)
         # A worker that leaves is let go: the sender alone has what it is reached by.
-        self.given = {name: each for name, each in given.items() if name not in scheme._given_to_workers}
+        self.given = {name: each for name, each in keywords.items() if name not in scheme._given_to_workers}
         self.worker_set = setup.worker_set
         sender.set_context(context, setup.model_id)
         try:
             for worker_id, endpoint in setup.endpoints.items():
                 sender.add_worker(worker_id, endpoint, process=setup.processes.get(worker_id))
-            if not scheme._creates_links_at_connect(given, context):
-                sender.connect(fence=given.get("fence"))
+            if not scheme._creates_links_at_connect(keywords, context):
+                sender.connect(fence=keywords.get("fence"))
         except BaseException:
             sender._workers.withdraw()
             raise
         sender.expected_workers = setup.expected_workers
         self.sender = sender
 
-    def require_sender(self, asked: str) -> WeightSender:
+    def require_sender(self, method: str) -> WeightSender:
         """The sender. Raises StateError: this side is not initialised."""
         if self.sender is None:
-            raise not_initialised_error("uninitialized on the sender", asked, "init_on_sender")
+            raise not_initialised_error("uninitialized on the sender", method, "init_on_sender")
         return self.sender
 
     @property
@@ -211,7 +211,7 @@ class SenderSide:
             sender._workers.wait(deadline.remaining, "connect")
 
     def send(
-        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, failing: OnFailure
+        self, weights: Any, worker_ids: Sequence[int] | None, deadline: Deadline, on_failure: OnFailure
     ) -> SyncReport:
         """Send to one group of workers after another. Raises as `WeightSyncScheme.send`."""
         sender = self.require_sender("send")
@@ -219,27 +219,29 @@ class SenderSide:
         sends = self.begin_sends()
         groups = self._scheme._groups(weights, worker_ids)
         send = sends.send if self._scheme.sync else sends.dispatch
-        return send_to_groups(send, groups, deadline, failing, lambda: sender.worker_ids)
+        return send_to_groups(send, groups, deadline, on_failure, lambda: sender.worker_ids)
 
     def groups(self, weights: Any, worker_ids: Sequence[int] | None) -> Groups:
         """Weights, and the workers that get them (None: all)."""
         sender = self.require_sender("send")
         of_init = self.worker_set.weights
         if of_init and (weights is of_init or (weights is None and self._registered_weights() is None)):
-            there = {*sender.worker_ids, *(worker_ids or ())}  # some may have left since
-            own: Mapping[int, Any] | None = {worker: each for worker, each in of_init.items() if worker in there}
+            ids = {*sender.worker_ids, *(worker_ids or ())}  # some may have left since
+            weights_of: Mapping[int, Any] | None = {worker: each for worker, each in of_init.items() if worker in ids}
         else:
-            own = per_worker(weights, "weights") if is_per_worker(weights) else None
+            weights_of = per_worker(weights, "weights") if is_per_worker(weights) else None
 
         def prepared(each: Any) -> Any:
             return self._scheme.weights_to_send(each, sender.model_id)
 
-        if own is None:
+        if weights_of is None:
             return [(prepared(weights), None if worker_ids is None else list(worker_ids))]
         if worker_ids is None:
-            worker_ids = [each for each in sender.worker_ids if each in own or not self._scheme.per_worker_weights]
+            worker_ids = [
+                each for each in sender.worker_ids if each in weights_of or not self._scheme.per_worker_weights
+            ]
         read = read_weights if self.selection is None else self.selection.read
-        return groups_of(own, worker_ids, sender.worker_ids, prepared, read)
+        return groups_of(weights_of, worker_ids, sender.worker_ids, prepared, read)
 
     def _registered_weights(self) -> Any:
         return self._scheme._found(self.require_sender("send").model_id, self._scheme._context())

@@ -77,24 +77,24 @@ def send_sharded(
             the error itself.
         AckTimeoutError, WorkerLostError, RefusedError, SyncError: on every rank, as `WeightSyncScheme.send`.
     """
-    failing = OnFailure(on_failure)
+    failure_policy = OnFailure(on_failure)
     ranks, sends = _Ranks(group, Deadline(timeout)), scheme is not None and scheme.initialized_on_sender
     weights, root = _agree_on_sender(ranks, model, sends)
     whole = _gather(ranks, weights, sends)
     if scheme is None or not sends:
-        return _report_from_sender(ranks.result_of(root), root, failing)
+        return _report_from_sender(ranks.result_of(root), root, failure_policy)
     try:
         side = scheme._sender_side
         side.rendezvous.require_connected("send_sharded", side.require_sender("send_sharded"))
         extras = {extra_state_name(module): state for module, state in weights.extras().items()}
-        given = scheme.strategy.extract_weights(whole | extras)
-        report = scheme.send(given, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)
+        gathered = scheme.strategy.extract_weights(whole | extras)
+        report = scheme.send(gathered, worker_ids, timeout=ranks.deadline.remaining, on_failure=OnFailure.REPORT)
         report = replace(report, sent_by_rank=root)
     except BaseException as error:
         ranks.announce(root, {"report": "", "error": f"{type(error).__name__}: {error}"})
         raise
     ranks.announce(root, {"report": encode_report(report).decode(), "error": _failure_of(report)})
-    if failing is OnFailure.RAISE:
+    if failure_policy is OnFailure.RAISE:
         report.raise_on_failure()
     return report
 
@@ -107,21 +107,21 @@ def _agree_on_sender(ranks: _Ranks, model: Any, sends: bool) -> tuple[ShardedWei
         fingerprint = weights.fingerprint
     except WeightSyncError as error:
         failure = error
-    found = ranks.exchange(bytes([sends, failure is not None]) + fingerprint)
+    messages = ranks.exchange(bytes([sends, failure is not None]) + fingerprint)
     if failure is not None:
         raise failure
-    unreadable = [rank for rank, each in enumerate(found) if each[1]]
+    unreadable = [rank for rank, message in enumerate(messages) if message[1]]
     if unreadable:
         raise LayoutError(
             f"Ranks {unreadable} hold weights that cannot be sent: see the errors of these ranks. Nothing was sent."
         )
-    others = [rank for rank, each in enumerate(found) if each[2:] != fingerprint]
+    others = [rank for rank, message in enumerate(messages) if message[2:] != fingerprint]
     if others:
         raise LayoutError(
             f"Ranks {others} hold a model with other names, shapes, dtypes, meshes or placements than rank "
             f"{ranks.rank}: give every rank its part of the same model. Nothing was sent."
         )
-    senders = [rank for rank, each in enumerate(found) if each[0]]
+    senders = [rank for rank, message in enumerate(messages) if message[0]]
     if len(senders) != 1:
         raise ConfigurationError(
             f"Ranks {senders} gave a scheme that was initialised as the sender: exactly one rank must, usually rank 0. "

@@ -24,79 +24,81 @@ from weightsync.weights.sharded import is_sharded
 SET_MODEL = "scheme.model"
 
 
-def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], where: str) -> dict[str, Any]:
+def checked(kwargs: Mapping[str, Any], allowed: Sequence[str], method: str) -> dict[str, Any]:
     """The keywords given, without those that are None.
 
-    Raises ConfigurationError: a keyword that ``where`` does not take.
+    Raises ConfigurationError: a keyword that ``method`` does not take.
     """
     unknown = sorted(set(kwargs) - set(allowed))
     if unknown:
-        raise ConfigurationError(f"{where}() takes no {', '.join(unknown)}; it takes {', '.join(allowed)}.")
+        raise ConfigurationError(f"{method}() takes no {', '.join(unknown)}; it takes {', '.join(allowed)}.")
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
-def given_or_found(given: Mapping[str, Any], context: Any, name: str) -> Any:
+def given_or_found(keywords: Mapping[str, Any], context: Any, name: str) -> Any:
     """The keyword's value, else the context's attribute of that name; None if there is neither."""
-    found = given[name] if name in given else optional(context, name)
-    return None if found is MISSING else found
+    value = keywords[name] if name in keywords else optional(context, name)
+    return None if value is MISSING else value
 
 
-def processes_of(given: Any, workers: Collection[int]) -> dict[int, Any]:
+def processes_of(processes: Any, workers: Collection[int]) -> dict[int, Any]:
     """The workers' processes by worker id, as ``processes=`` gives them.
 
     Raises ConfigurationError: it is of another type or length, or names unknown workers.
     """
-    if given is None:
+    if processes is None:
         return {}
-    if isinstance(given, Mapping):
-        found = {require_worker_id(worker, "processes"): process for worker, process in given.items()}
-    elif isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) == len(workers):
-        found = dict(zip(sorted(workers), given, strict=True))
+    if isinstance(processes, Mapping):
+        process_of = {require_worker_id(worker, "processes"): process for worker, process in processes.items()}
+    elif isinstance(processes, Sequence) and not isinstance(processes, str | bytes) and len(processes) == len(workers):
+        process_of = dict(zip(sorted(workers), processes, strict=True))
     else:
         raise ConfigurationError(
-            f"processes= is {given!r}: give the process of each of the {len(workers)} workers, in the order of their "
-            "ids, or a mapping of worker ids to processes. Nothing has changed."
+            f"processes= is {processes!r}: give the process of each of the {len(workers)} workers, in the order of "
+            "their ids, or a mapping of worker ids to processes. Nothing has changed."
         )
-    unknown = [worker for worker in found if worker not in workers]
+    unknown = [worker for worker in process_of if worker not in workers]
     if unknown:
         raise ConfigurationError(f"processes= names workers {unknown}, but there are {sorted(workers)}.")
-    for process in found.values():
+    for process in process_of.values():
         AwaitedProcess(process)
-    return found
+    return process_of
 
 
-def model_for_worker(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def model_for_worker(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
     """What a worker's weights are applied to: a model, or a path on the context.
 
     A TorchRL collector whose workers make their own policies has no model: it keeps the weights to pass them on.
 
     Raises ConfigurationError: there is neither a model nor a loader nor a context, or they contradict each other.
     """
-    if "loader" in given:
-        return _loader(given)
-    alone = [f"{name}=" for name in ("name_map", "bucket_bytes") if name in given]
-    if alone:
-        raise ConfigurationError(f"{', '.join(alone)} can be given with loader= only.")
-    if "model" in given:
-        return model_or_empty(given["model"])
-    found = _from_get_model(given, context, model_id)
-    if found is not None and found is not MISSING:
-        return model_or_empty(found)
+    if "loader" in keywords:
+        return _loader(keywords)
+    loader_only = [f"{name}=" for name in ("name_map", "bucket_bytes") if name in keywords]
+    if loader_only:
+        raise ConfigurationError(f"{', '.join(loader_only)} can be given with loader= only.")
+    if "model" in keywords:
+        return model_or_empty(keywords["model"])
+    model = _from_get_model(keywords, context, model_id)
+    if model is not None and model is not MISSING:
+        return model_or_empty(model)
     if context is None:
         raise ConfigurationError(
             "init_on_worker() and init_on_receiver() need model=, loader=, or a context on which model_id is resolved."
         )
-    if has_worker_scheme(context, model_id) and _from_path(given, context, model_id) is MISSING:
+    if has_worker_scheme(context, model_id) and _from_path(keywords, context, model_id) is MISSING:
         return Relay()
     return model_id
 
 
-def _loader(given: Mapping[str, Any]) -> Loader:
-    if "model" in given:
+def _loader(keywords: Mapping[str, Any]) -> Loader:
+    if "model" in keywords:
         raise ConfigurationError("model= and loader= were given: a worker takes one of them.")
-    if "names" in given:
+    if "names" in keywords:
         raise ConfigurationError("names= can be given with model= only: a loader is given all that is sent.")
-    return Loader(given["loader"], **{name: given[name] for name in ("name_map", "bucket_bytes") if name in given})
+    return Loader(
+        keywords["loader"], **{name: keywords[name] for name in ("name_map", "bucket_bytes") if name in keywords}
+    )
 
 
 def model_or_empty(model: Any) -> Any:
@@ -120,26 +122,26 @@ def is_weightless_kind(kind: type) -> bool:
 
 
 def registered(
-    given: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] | None = None
+    keywords: Mapping[str, Any], context: Any, model_id: str, unfit: Callable[[Any], bool] | None = None
 ) -> Any:
     """What a send without weights sends: the first of the sources below that has weights; None: none has."""
     sources = _SOURCES if context is not None else _WITHOUT_CONTEXT
-    for source in (_from_set_model, *sources) if SET_MODEL in given else sources:
-        found = source(given, context, model_id)
-        if found is None or found is MISSING or (unfit is not None and unfit(found)):
+    for source in (_from_set_model, *sources) if SET_MODEL in keywords else sources:
+        weights = source(keywords, context, model_id)
+        if weights is None or weights is MISSING or (unfit is not None and unfit(weights)):
             continue
-        weightless = is_weightless_kind[ref(type(found))]
-        return {} if weightless and found is not given.get("weights") else found
+        weightless = is_weightless_kind[ref(type(weights))]
+        return {} if weightless and weights is not keywords.get("weights") else weights
     return None
 
 
-def refuse_shards(given: Mapping[str, Any]) -> None:
+def refuse_shards(keywords: Mapping[str, Any]) -> None:
     """Refuse weights that a send without weights could not send, since this rank holds only shards of them.
 
     Raises ConfigurationError: one of the sources given is sharded over ranks.
     """
     for name in _GIVEN:
-        if is_sharded(given.get(name)):
+        if is_sharded(keywords.get(name)):
             raise ConfigurationError(
                 f"{name}= is sharded over ranks (fully_shard(), or DTensors): this rank holds only its shards. Leave "
                 f"{name}= out, and call weightsync.send_sharded(scheme, model) on every rank for each version. Nothing "
@@ -147,18 +149,18 @@ def refuse_shards(given: Mapping[str, Any]) -> None:
             )
 
 
-def _from_set_model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    return given.get(SET_MODEL)
+def _from_set_model(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    return keywords.get(SET_MODEL)
 
 
-def _from_cached_weights(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-    if given.get("cached_weights") is not None:
-        return given["cached_weights"]
+def _from_cached_weights(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    if keywords.get("cached_weights") is not None:
+        return keywords["cached_weights"]
     get = optional(context, "get_cached_weights")
     return MISSING if get is MISSING else get(model_id)
 
 
-def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_get_model(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
     get_model = optional(context, "get_model")
     if get_model is MISSING:
         return MISSING
@@ -177,7 +179,7 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
                 "it return the model of that name, or give both sides the model_id of a model that it returns.",
                 model_id,
             ) from error
-        if _from_init_arguments(given, context, model_id) is not MISSING:
+        if _from_init_arguments(keywords, context, model_id) is not MISSING:
             return MISSING
         raise ModelPathError(
             f"a {type(context).__name__} has no model {model_id!r} ({error}): a key of weight_sync_schemes= is "
@@ -187,7 +189,7 @@ def _from_get_model(given: Mapping[str, Any], context: Any, model_id: str) -> An
         ) from error
 
 
-def _from_path(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_path(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
     if context is None:
         return MISSING
     try:
@@ -206,14 +208,14 @@ def missing_path_reason(context: Any, model_id: str) -> str:
     return ""
 
 
-def _from_fallback_policy(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_fallback_policy(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
     return optional(context, "_fallback_policy") if model_id == "policy" else MISSING
 
 
-def _from_init_arguments(given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+def _from_init_arguments(keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
     for name in _GIVEN:
-        if given.get(name) is not None:
-            return given[name]
+        if keywords.get(name) is not None:
+            return keywords[name]
     return MISSING
 
 

@@ -30,7 +30,7 @@ Send = Callable[[Any, Sequence[int] | None, Deadline, OnFailure], SyncReport]
 
 
 def send_to_groups(
-    send: Send, groups: Groups, deadline: Deadline, failing: OnFailure, members: Callable[[], Collection[int]]
+    send: Send, groups: Groups, deadline: Deadline, on_failure: OnFailure, members: Callable[[], Collection[int]]
 ) -> SyncReport:
     """Send to one group after another; each is a version of its own.
 
@@ -42,7 +42,7 @@ def send_to_groups(
         error is raised once every other group has been served, and a note says what was sent to them.
     """
     if len(groups) == 1:
-        return send(*groups[0], deadline, failing)
+        return send(*groups[0], deadline, on_failure)
     reports: list[SyncReport] = []
     errors: list[WeightSyncError] = []
     for weights, workers in groups:
@@ -57,7 +57,7 @@ def send_to_groups(
     merged = _merge_reports(reports)
     if errors:
         raise _combine_errors(errors, merged)
-    if failing is OnFailure.RAISE:
+    if on_failure is OnFailure.RAISE:
         merged.raise_on_failure()
     return merged
 
@@ -121,29 +121,33 @@ class WorkerSet:
     #: Worker id to its own weights, where they were given one by one.
     weights: Mapping[int, Any] = field(default_factory=dict)
 
-    def with_count(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def with_count(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords given, with the number of workers."""
-        return dict(given) if self.ids is None else {**given, "num_workers": len(self.ids)}
+        return dict(keywords) if self.ids is None else {**keywords, "num_workers": len(self.ids)}
 
 
-def worker_set_of(given: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> WorkerSet:
+def worker_set_of(keywords: Mapping[str, Any], context: Any, strategy: WeightStrategy) -> WorkerSet:
     """Read the keywords of `init_on_sender` that define the workers.
 
     Raises ConfigurationError: they contradict one another, or one needs another that is missing.
     """
-    _refuse_contradictions(given)
-    if "params_map" in given:
-        weights = per_worker(given["params_map"], "params_map")
-        return _require_count(WorkerSet(tuple(sorted(weights)), weights), given)
-    if "devices" in given and (not isinstance(given["devices"], Sequence) or isinstance(given["devices"], str | bytes)):
-        raise ConfigurationError(f"devices= is {given['devices']!r}: give a list with one device per worker.")
-    if "devices" in given:
-        return _require_count(WorkerSet(tuple(range(len(given["devices"])))), given)
-    count = given.get("num_workers", optional(context, "num_workers"))
+    _refuse_contradictions(keywords)
+    if "params_map" in keywords:
+        weights = per_worker(keywords["params_map"], "params_map")
+        return _require_count(WorkerSet(tuple(sorted(weights)), weights), keywords)
+    if "devices" in keywords and (
+        not isinstance(keywords["devices"], Sequence) or isinstance(keywords["devices"], str | bytes)
+    ):
+        raise ConfigurationError(f"devices= is {keywords['devices']!r}: give a list with one device per worker.")
+    if "devices" in keywords:
+        return _require_count(WorkerSet(tuple(range(len(keywords["devices"])))), keywords)
+    count = keywords.get("num_workers", optional(context, "num_workers"))
     if count is MISSING or count is None:
         return WorkerSet()
     ids = tuple(range(require_count(count)))
-    return WorkerSet(ids, _call_device_map_fn(given, ids, strategy)) if "device_map_fn" in given else WorkerSet(ids)
+    return (
+        WorkerSet(ids, _call_device_map_fn(keywords, ids, strategy)) if "device_map_fn" in keywords else WorkerSet(ids)
+    )
 
 
 def refuse_repeated(endpoints: Mapping[int, Any]) -> None:
@@ -167,15 +171,17 @@ def _identity(endpoint: Any) -> Any:
     return endpoint
 
 
-def per_worker(weights: Any, where: str) -> dict[int, Any]:
+def per_worker(weights: Any, argument: str) -> dict[int, Any]:
     """Weights given for each worker.
 
     Raises ConfigurationError: this is not a dict with worker ids as keys, or it is empty.
     """
     if not _is_dict(weights) or not weights:
-        given = "an empty dict" if _is_dict(weights) else f"of type {type(weights).__name__}"
-        raise ConfigurationError(f"{where}= is {given}: give a dict of worker ids to weights, one for each worker.")
-    return {require_worker_id(worker): own for worker, own in weights.items()}
+        description = "an empty dict" if _is_dict(weights) else f"of type {type(weights).__name__}"
+        raise ConfigurationError(
+            f"{argument}= is {description}: give a dict of worker ids to weights, one for each worker."
+        )
+    return {require_worker_id(worker): weights_of_worker for worker, weights_of_worker in weights.items()}
 
 
 def is_per_worker(weights: Any) -> bool:
@@ -195,9 +201,9 @@ def has_factories(context: Any) -> bool:
 
 
 def groups_of(
-    own: Mapping[int, Any],
-    wanted: Sequence[int],
-    known: Sequence[int],
+    weights_of: Mapping[int, Any],
+    targets: Sequence[int],
+    workers: Sequence[int],
     prepare: Callable[[Any], Any],
     read: Callable[[object], Weights],
 ) -> Groups:
@@ -205,50 +211,52 @@ def groups_of(
 
     Raises ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """
-    unknown = sorted(own.keys() - set(known))
-    if not wanted and not (known and unknown):
+    unknown = sorted(weights_of.keys() - set(workers))
+    if not targets and not (workers and unknown):
         raise ConfigurationError(
             "weights were given per worker, but there is no worker to send them to. Nothing was sent. add_worker() "
             "adds a worker."
         )
-    missing = sorted(set(wanted) - own.keys())
+    missing = sorted(set(targets) - weights_of.keys())
     faults = [f"none for workers {missing}"] if missing else []
-    faults += [f"some for {unknown}, which are not among this sender's workers, {list(known)}"] if unknown else []
+    faults += [f"some for {unknown}, which are not among this sender's workers, {list(workers)}"] if unknown else []
     if faults:
         raise ConfigurationError(
             f"weights were given per worker, but {' and '.join(faults)}. Nothing was sent. Name the workers by "
             "worker_ids=, or set the scheme's per_worker_weights if a send may leave workers out."
         )
-    return _group_by_weights({worker: prepare(own[worker]) for worker in wanted}, read)
+    return _group_by_weights({worker: prepare(weights_of[worker]) for worker in targets}, read)
 
 
 def _group_by_weights(
     weights: Mapping[int, Any], read: Callable[[object], Weights]
 ) -> list[tuple[Any, list[int] | None]]:
-    same: dict[int, list[int]] = {}
-    for worker, own in weights.items():
-        same.setdefault(id(own), []).append(worker)
-    if len(same) == 1:
-        return [(weights[workers[0]], workers) for workers in same.values()]
-    equal: dict[bytes, list[int]] = {}
-    for workers in same.values():
-        equal.setdefault(digest_of_weights(weights[workers[0]], read), []).extend(workers)
-    return [(weights[workers[0]], sorted(workers)) for workers in equal.values()]
+    workers_of_object: dict[int, list[int]] = {}
+    for worker, weights_of_worker in weights.items():
+        workers_of_object.setdefault(id(weights_of_worker), []).append(worker)
+    if len(workers_of_object) == 1:
+        return [(weights[workers[0]], workers) for workers in workers_of_object.values()]
+    workers_of_digest: dict[bytes, list[int]] = {}
+    for workers in workers_of_object.values():
+        workers_of_digest.setdefault(digest_of_weights(weights[workers[0]], read), []).extend(workers)
+    return [(weights[workers[0]], sorted(workers)) for workers in workers_of_digest.values()]
 
 
-def _refuse_contradictions(given: Mapping[str, Any]) -> None:
-    for one, others in _EXCLUSIVE.items():
-        for other in others:
-            if one in given and other in given:
-                raise ConfigurationError(f"init_on_sender() takes {one}= or {other}=, not both. Nothing has changed.")
-    for one in ("devices", "device_map_fn"):
-        if one in given and not ("weights" in given or "model" in given):
-            raise ConfigurationError(f"init_on_sender({one}=...) needs weights= or model=: the weights to send.")
-    if "device_map_fn" in given and not callable(given["device_map_fn"]):
+def _refuse_contradictions(keywords: Mapping[str, Any]) -> None:
+    for argument, others in _EXCLUSIVE.items():
+        for excluded in others:
+            if argument in keywords and excluded in keywords:
+                raise ConfigurationError(
+                    f"init_on_sender() takes {argument}= or {excluded}=, not both. Nothing has changed."
+                )
+    for argument in ("devices", "device_map_fn"):
+        if argument in keywords and not ("weights" in keywords or "model" in keywords):
+            raise ConfigurationError(f"init_on_sender({argument}=...) needs weights= or model=: the weights to send.")
+    if "device_map_fn" in keywords and not callable(keywords["device_map_fn"]):
         raise ConfigurationError(
-            f"device_map_fn= is {given['device_map_fn']!r}: give a function of (worker_idx, weights)."
+            f"device_map_fn= is {keywords['device_map_fn']!r}: give a function of (worker_idx, weights)."
         )
-    if "device_map_fn" in given and "num_workers" not in given:
+    if "device_map_fn" in keywords and "num_workers" not in keywords:
         raise ConfigurationError(
             "init_on_sender(device_map_fn=...) needs num_workers=: the number of times to call it."
         )
@@ -261,22 +269,22 @@ _EXCLUSIVE: Mapping[str, Sequence[str]] = {
 }
 
 
-def _require_count(found: WorkerSet, given: Mapping[str, Any]) -> WorkerSet:
+def _require_count(workers: WorkerSet, keywords: Mapping[str, Any]) -> WorkerSet:
     """The workers. Raises ConfigurationError: ``num_workers``, if it was given, is not their number."""
-    count = given.get("num_workers")
-    if found.ids is not None and count not in (None, len(found.ids)):
+    count = keywords.get("num_workers")
+    if workers.ids is not None and count not in (None, len(workers.ids)):
         raise ConfigurationError(
-            f"num_workers is {count}, but weights or devices were given for {len(found.ids)} workers: give "
+            f"num_workers is {count}, but weights or devices were given for {len(workers.ids)} workers: give "
             "one for each worker, or leave num_workers= out."
         )
-    return found
+    return workers
 
 
-def _call_device_map_fn(given: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
+def _call_device_map_fn(keywords: Mapping[str, Any], ids: Sequence[int], strategy: WeightStrategy) -> dict[int, Any]:
     """What the user's function returns for each worker."""
-    source = weights = given.get("weights", given.get("model"))
+    source = weights = keywords.get("weights", keywords.get("model"))
     if isinstance(source, torch.nn.Module):
-        chosen = Selection(given["names"]).state_dict(source) if "names" in given else source
-        weights = strategy.extract_weights(chosen)
-    place: Callable[[int, Any], Any] = given["device_map_fn"]
+        selected = Selection(keywords["names"]).state_dict(source) if "names" in keywords else source
+        weights = strategy.extract_weights(selected)
+    place: Callable[[int, Any], Any] = keywords["device_map_fn"]
     return {worker: place(worker, weights) for worker in ids}

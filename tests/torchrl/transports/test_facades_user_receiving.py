@@ -293,7 +293,7 @@ def test_generation_b_receives_through_a_users_transport_in_the_background() -> 
         def init_on_receiver(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
             super().init_on_receiver(model_id=model_id, context=context, **kwargs)
 
-        def _endpoint(self, given: Any, context: Any, model_id: str) -> Any:
+        def _endpoint(self, keywords: Any, context: Any, model_id: str) -> Any:
             return {"transport": context}
 
     transport, model = Acking(), small()

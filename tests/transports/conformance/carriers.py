@@ -83,11 +83,11 @@ class LinkScheme(WeightSyncScheme):
     _sender_arguments = ("ends",)
     _worker_arguments = ("end",)
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
-        return dict(enumerate(given["ends"]))
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+        return dict(enumerate(keywords["ends"]))
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
-        return given["end"]
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
+        return keywords["end"]
 
     def create_transport(self, pipe_or_context: Any) -> Any:
         return pipe_or_context

@@ -105,19 +105,19 @@ def call_while_carrying(
                     failures.append(error)
                     abort()
 
-    carrying = threading.Thread(target=run, name=f"weightsync carries for {what}", daemon=True)
-    carrying.start()
+    thread = threading.Thread(target=run, name=f"weightsync carries for {what}", daemon=True)
+    thread.start()
     try:
         call()
     except BaseException as error:
         with lock:
             call_failed.set()
         give_up()
-        carrying.join(_PATIENCE)
+        thread.join(_PATIENCE)
         if failures and isinstance(error, TransportError):
             raise _carrier_error(failures[0], what) from failures[0]
         raise
-    carrying.join()
+    thread.join()
     if failures:
         raise _carrier_error(failures[0], what) from failures[0]
 

@@ -150,8 +150,8 @@ class EngineClient:
                 )
             buckets = group_into_buckets(draw(layout, view, engine.name_map, engine.bucket_bytes), engine.bucket_bytes)
             first = list(islice(buckets, 1))  # before the engine is called, so that names that do not fit are refused
-            taken = self._buckets_unless_replaced(chain(first, buckets))
-            if is_unawaited(engine.load(taken, f"{update.incarnation}.{update.version}")):
+            counted_buckets = self._buckets_unless_replaced(chain(first, buckets))
+            if is_unawaited(engine.load(counted_buckets, f"{update.incarnation}.{update.version}")):
                 raise PartlyLoadedError("load() returned an awaitable, and nothing here awaits it.")
         except EngineInDoubtError as error:
             self._lose(answers, str(error), error)
@@ -178,23 +178,23 @@ class EngineClient:
         if self._engine._links != self._number:
             raise TransportError(f"{self._peer} was given another link, which may have loaded a newer version.")
 
-    def _lose(self, answers: Answers, what: str, error: Exception) -> None:
+    def _lose(self, answers: Answers, message: str, error: Exception) -> None:
         """The engine is lost. Nobody hears the answer of a link that was closed, so the log has it."""
         if self._engine._client is not self:
-            logger.warning("a link was closed while a version was loaded: %s", what)
-        answers.set_exception(_lost(what, error))
+            logger.warning("a link was closed while a version was loaded: %s", message)
+        answers.set_exception(_lost(message, error))
 
 
 def group_into_buckets(weights: Iterator[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
     """Group tensors into buckets of at most ``nbytes`` bytes, or of one larger tensor."""
     bucket: Bucket = []
-    held = 0
+    bucket_nbytes = 0
     for name, tensor in weights:
-        if bucket and held + tensor.nbytes > nbytes:
+        if bucket and bucket_nbytes + tensor.nbytes > nbytes:
             yield bucket
-            bucket, held = [], 0
+            bucket, bucket_nbytes = [], 0
         bucket.append((name, tensor))
-        held += tensor.nbytes
+        bucket_nbytes += tensor.nbytes
     if bucket:
         yield bucket
 

@@ -150,35 +150,35 @@ class HttpCalls:
         kind = http.client.HTTPSConnection if self._url_parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._url_parts.hostname or "", self._url_parts.port, timeout=CONNECT_SECONDS)
 
-    def _set_socket(self, held: socket.socket | None) -> None:
+    def _set_socket(self, sock: socket.socket | None) -> None:
         with self._lock:
-            self._socket = held
-            if held is not None and self._aborted:
+            self._socket = sock
+            if sock is not None and self._aborted:
                 raise ConnectionAbortedError("the link was closed")
-        if held is not None:
-            held.settimeout(self._patience)
+        if sock is not None:
+            sock.settimeout(self._patience)
 
 
 def _parse_url(url: str) -> SplitResult:
     if not isinstance(url, str):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
-    at = urlsplit(url)
-    if "@" in at.netloc:  # it would not be sent, and messages name the URL
+    parts = urlsplit(url)
+    if "@" in parts.netloc:  # it would not be sent, and messages name the URL
         raise ConfigurationError(
             "the URL of an engine has a user or a password, which is sent nowhere: pass headers={'Authorization': ...}."
         )
-    if at.query or at.fragment:  # likewise
+    if parts.query or parts.fragment:  # likewise
         raise ConfigurationError(
             "the URL of an engine has a query or a fragment, which is sent nowhere: pass what it says as headers=."
         )
-    if at.scheme not in ("http", "https") or not at.hostname or not _has_usable_port(at):
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_usable_port(parts):
         raise ConfigurationError(f"{url!r} is not the URL of an engine: give one such as 'http://localhost:8000'.")
-    return at
+    return parts
 
 
-def _has_usable_port(at: SplitResult) -> bool:
+def _has_usable_port(parts: SplitResult) -> bool:
     try:
-        return at.port != 0
+        return parts.port != 0
     except ValueError:  # it is no number, or too large
         return False
 

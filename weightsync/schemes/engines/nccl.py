@@ -31,21 +31,21 @@ def cuda_device(device: torch.device | str | int | None, what: str) -> torch.dev
     Raises:
         ConfigurationError: it is no device, or it is a CUDA device, and there is no CUDA.
     """
-    given: Any = "cuda" if device is None else device
-    index = whole_number(given)
+    device_or_index: Any = "cuda" if device is None else device
+    index = whole_number(device_or_index)
     try:
-        wanted = torch.device(given) if index is None else torch.device("cuda", index)
+        found_device = torch.device(device_or_index) if index is None else torch.device("cuda", index)
     except (RuntimeError, TypeError):
         raise ConfigurationError(f"{what}: {device!r} is no device: give 'cuda:0', for example.") from None
-    if wanted.type != "cuda":
-        return wanted
+    if found_device.type != "cuda":
+        return found_device
     if not torch.cuda.is_available():
         raise ConfigurationError(
             f"{what} needs a CUDA device in the trainer's process, and torch finds none. Run the trainer on a GPU, or "
             "have the tensors travel in the calls: SGLangEngine(url) without a carrier, or a loader in the engine's "
             "process (docs/engines.md)."
         )
-    return torch.device("cuda", torch.cuda.current_device()) if wanted.index is None else wanted
+    return torch.device("cuda", torch.cuda.current_device()) if found_device.index is None else found_device
 
 
 class GroupCarrier(Carrier):
@@ -135,8 +135,8 @@ class GroupCarrier(Carrier):
             raise TransportError("The process group with the engine was aborted: call add_worker() for it again.")
         with self._on_device():
             staged = [tensor.to(self._device).contiguous() for _, tensor in bucket]
-            begun = [self._broadcast(group, tensor) for tensor in staged]
-            self._wait_until_sent([work for work in begun if work is not None], given_up)
+            works = [self._broadcast(group, tensor) for tensor in staged]
+            self._wait_until_sent([work for work in works if work is not None], given_up)
 
     def give_up(self) -> None:
         """End the group, and a broadcast in progress."""
@@ -170,19 +170,19 @@ class GroupCarrier(Carrier):
         found: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return found
 
-    def _wait_until_sent(self, begun: list[Any], given_up: threading.Event) -> None:
+    def _wait_until_sent(self, works: list[Any], given_up: threading.Event) -> None:
         """Wait until everything is sent, unless the group is given up: with a lost peer the wait would never end."""
-        completed = [work.is_completed for work in begun]
+        checks = [work.is_completed for work in works]
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-            completed.append(event.query)
-        for each in completed:
-            while not each() and not given_up.is_set():
+            checks.append(event.query)
+        for is_completed in checks:
+            while not is_completed() and not given_up.is_set():
                 given_up.wait(_STEP)
         if given_up.is_set():
             raise TransportError("The engine gave up, or the link was closed, during a broadcast.")
-        for work in begun:
+        for work in works:
             work.wait()  # raises if it failed
 
 

@@ -36,9 +36,9 @@ class EngineWeightSyncScheme(WeightSyncScheme):
 
     _sender_arguments = ("engines",)
 
-    def _endpoints(self, given: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
+    def _endpoints(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Mapping[int, Any]:
         """The engines, from ``engines=`` or the context's."""
-        engines = given_or_found(given, context, "engines")
+        engines = given_or_found(keywords, context, "engines")
         if isinstance(engines, Engine):
             engines = [engines]
         if not isinstance(engines, Sequence) or not all(isinstance(each, Engine) for each in engines):
@@ -48,7 +48,7 @@ class EngineWeightSyncScheme(WeightSyncScheme):
             )
         return dict(enumerate(engines))
 
-    def _endpoint(self, given: Mapping[str, Any], context: Any, model_id: str) -> Any:
+    def _endpoint(self, keywords: Mapping[str, Any], context: Any, model_id: str) -> Any:
         raise ConfigurationError(
             "An engine has no worker's side. To load weights in a process of yours that holds one, give another "
             "scheme's init_on_worker() loader=."

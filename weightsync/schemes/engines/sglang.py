@@ -140,10 +140,10 @@ class _Version(Phases):
         if self._engine._pause is not None:
             self._calls.command("pause_generation", {"mode": self._engine._pause.value})
 
-    def change(self, buckets: Iterable[Bucket], begun: Callable[[], None]) -> None:
+    def change(self, buckets: Iterable[Bucket], on_begin: Callable[[], None]) -> None:
         for bucket in buckets:
             self._update(bucket)
-            begun()
+            on_begin()
 
     def _update(self, bucket: Bucket) -> None:
         carrier, common = self._carrier, {"flush_cache": False, "weight_version": self._version}

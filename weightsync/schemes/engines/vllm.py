@@ -279,9 +279,9 @@ class _Version(Phases):
     def pause(self) -> None:
         self._control.pause()
 
-    def change(self, buckets: Iterable[Bucket], begun: Callable[[], None]) -> None:
+    def change(self, buckets: Iterable[Bucket], on_begin: Callable[[], None]) -> None:
         self._control.phase("start_weight_update", {"is_checkpoint_format": True})
-        begun()
+        on_begin()
         for bucket in buckets:
             self._update(bucket)
         self._control.phase("finish_weight_update", {"weight_version": self._version})

@@ -77,15 +77,17 @@ def link_to(
     Raises ConfigurationError: no worker is given, RPC is not initialised, or has no worker of that name.
     """
     worker = worker_of(collector, peer)
-    ours = RpcCallClient(worker, model_id, peer, key)
+    our_client = RpcCallClient(worker, model_id, peer, key)
     if collector.rref is None and collector.kind is None:
-        return CallLink(ours, peer, lambda: ours.remark, (TRANSPORT_NAME, model_id, str(worker.name)))
+        return CallLink(our_client, peer, lambda: our_client.remark, (TRANSPORT_NAME, model_id, str(worker.name)))
     kind = CollectorClass(collector)
     # By its id: a reference has no other identity, and lives as long as a call over a former link.
-    called = TRANSPORT_NAME, model_id, id(collector.rref)
-    plain = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form, called)
-    asking = AskingClient(model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), ours, plain)
-    return CallLink(asking, peer, worker=(TRANSPORT_NAME, model_id, str(worker.name)))
+    identity = TRANSPORT_NAME, model_id, id(collector.rref)
+    plain_client = CollectorCallClient(calling(collector, worker, peer), peer, presenter, kind.form, identity)
+    asking_client = AskingClient(
+        model_id, lambda: kind.before(lambda: ask_listening(worker, model_id, peer)), our_client, plain_client
+    )
+    return CallLink(asking_client, peer, worker=(TRANSPORT_NAME, model_id, str(worker.name)))
 
 
 def worker_of(collector: Collector, peer: str) -> WorkerInfo:
@@ -175,16 +177,16 @@ class CollectorClass:
         """Ask something once the class is known."""
         if self._asked is None:
             return ask()
-        found: Future[Sequence[str]] = Future()
-        self._asked.add_done_callback(lambda _: _ask_and_forward(found, ask))
-        return found
+        models: Future[Sequence[str]] = Future()
+        self._asked.add_done_callback(lambda _: _ask_and_forward(models, ask))
+        return models
 
 
-def _ask_and_forward(found: Future[Sequence[str]], ask: Callable[[], Future[Sequence[str]]]) -> None:
+def _ask_and_forward(models: Future[Sequence[str]], ask: Callable[[], Future[Sequence[str]]]) -> None:
     try:
-        ask().add_done_callback(functools.partial(complete_like, found))
+        ask().add_done_callback(functools.partial(complete_like, models))
     except TransportError as error:
-        found.set_exception(error)
+        models.set_exception(error)
 
 
 class CollectorCallClient:
@@ -192,7 +194,7 @@ class CollectorCallClient:
 
     Args:
         form: returns the form that the method takes; None: the form in which the weights were given.
-        called: identifies the collector and the model: calls over former links end first. None: there are none.
+        worker: identifies the collector and the model: calls over former links end first. None: there are none.
     """
 
     def __init__(
@@ -201,13 +203,13 @@ class CollectorCallClient:
         peer: str,
         presenter: SharedPresenter,
         form: Callable[[], WeightsForm | None],
-        called: Hashable | None = None,
+        worker: Hashable | None = None,
     ) -> None:
         self._call = call
         self._form = form
         self._peer = peer
         self._presenter = presenter
-        self._in_turn = CallsInTurn(peer, called)
+        self._in_turn = CallsInTurn(peer, worker)
 
     def start(self, message: Message, payload: Buffer | None) -> Answers:
         """Begin the call that carries an update; a handshake is answered at once: see `CallClient.start`."""
@@ -219,9 +221,9 @@ class CollectorCallClient:
         said = functools.partial(self._answers, update, shared)
         return self._in_turn.begin(lambda: begin(self._peer, lambda: self._call(shared.weights), said))
 
-    def _answers(self, update: Update, _: SharedWeights, over: torch.futures.Future[Any]) -> Sequence[Message]:
+    def _answers(self, update: Update, _: SharedWeights, finished: torch.futures.Future[Any]) -> Sequence[Message]:
         try:
-            over.value()
+            finished.value()
         except Exception as error:
             if not raised_remotely(error):
                 raise lost(self._peer, error) from error

@@ -96,18 +96,18 @@ class ActorLinks:
         require_ray("A link to an actor")
         name, method = method_of(actor, methods, peer)
         handle, key = handle_of(actor), SharedKey.given(self._key)
-        known = _id_of(handle)
-        worker = (TRANSPORT_NAME, model_id, known) if known else None
+        actor_id = _id_of(handle)
+        worker = (TRANSPORT_NAME, model_id, actor_id) if actor_id else None
         if name == CALL:
-            return _make_link(ActorCallClient(method, model_id, peer, self._flat, key, known), peer, worker)
+            return _make_link(ActorCallClient(method, model_id, peer, self._flat, key, actor_id), peer, worker)
         _refuse_ray_client(handle, peer)
-        without = NoCallClient(_no_method_message(actor, methods, peer))
-        plain = without if name == RUN else self._plain_client(name, method, peer, worker)
+        failing_client = NoCallClient(_no_method_message(actor, methods, peer))
+        plain_client = failing_client if name == RUN else self._plain_client(name, method, peer, worker)
         if handle is None:
-            return _make_link(plain, peer)
-        ours = ActorCallClient(ActorFunctionCaller(handle), model_id, peer, self._flat, key, known)
-        asking = AskingClient(model_id, lambda: ours.ask_models(handle), ours, plain)
-        return _make_link(asking, peer, worker)
+            return _make_link(plain_client, peer)
+        our_client = ActorCallClient(ActorFunctionCaller(handle), model_id, peer, self._flat, key, actor_id)
+        asking_client = AskingClient(model_id, lambda: our_client.ask_models(handle), our_client, plain_client)
+        return _make_link(asking_client, peer, worker)
 
     def _plain_client(self, name: str, method: Any, peer: str, worker: Hashable | None) -> PlainActorCallClient:
         form = form_taken(_parameters(method)) if name == POLICY_METHOD else _FORMS.get(name)
@@ -150,12 +150,12 @@ def _require_remote(endpoint: Any, method: Any, peer: str) -> None:
     if optional(method, "remote") is not MISSING:
         return
     kind = endpoint if isinstance(endpoint, type) else type(endpoint)
-    made = (
+    expression = (
         "its remote(...)" if optional(endpoint, "remote") is not MISSING else f"ray.remote({kind.__name__}).remote(...)"
     )
     raise ConfigurationError(
         f"{peer} is {'the class' if isinstance(endpoint, type) else 'an object of the class'} {kind.__name__}, not a "
-        f"running actor: give the handle that {made} returns. Nothing was sent."
+        f"running actor: give the handle that {expression} returns. Nothing was sent."
     )
 
 
@@ -196,11 +196,13 @@ def _parameters(method: Any) -> set[str]:
 
 def _calling(name: str, method: Any) -> Callable[[Any], Any]:
     """Call a method with the weights: by the parameter's name, or as the first argument if it has another name."""
-    once, argument = returning_once(method), ARGUMENTS[name]
-    known = optional(method, "_signature")
-    unknown = known is MISSING or not known
-    named = unknown or any(each.name == argument or each.kind is each.VAR_KEYWORD for each in known)
-    return (lambda ref: once.remote(**{argument: ref})) if named else once.remote
+    returning_one, argument = returning_once(method), ARGUMENTS[name]
+    signature = optional(method, "_signature")
+    has_no_signature = signature is MISSING or not signature
+    takes_keyword = has_no_signature or any(
+        each.name == argument or each.kind is each.VAR_KEYWORD for each in signature
+    )
+    return (lambda ref: returning_one.remote(**{argument: ref})) if takes_keyword else returning_one.remote
 
 
 def returning_once(method: Any) -> Any:

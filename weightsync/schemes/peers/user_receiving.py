@@ -109,19 +109,19 @@ class TransportReader:
     def _run(self) -> None:
         while not self._over.is_set():
             try:
-                found = self._receive(STEP)
+                message = self._receive(STEP)
             except BaseException as error:  # noqa: BLE001 - whatever a user's transport raises, receive() reports
                 self._fail(error)
                 return
-            if found is None:
+            if message is None:
                 self._over.wait(PAUSE)
             elif not self._over.is_set():
-                self._answer(self._pass_on(found))
+                self._answer(self._pass_on(message))
 
-    def _pass_on(self, found: Any) -> str:
+    def _pass_on(self, message: Any) -> str:
         """The outcome of weights, as the text for ``send_ack``."""
-        named = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)
-        model_id, weights = found if named else (self._model_id, found)
+        has_model_id = isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str)
+        model_id, weights = message if has_model_id else (self._model_id, message)
         if model_id != self._model_id:
             return f"these are weights of model {model_id!r}; {self._model_id!r} is received here"
         try:

@@ -112,14 +112,14 @@ def declared_evidence(transport: object) -> Evidence:
 def sending_call(transport: BareTransport) -> Callable[[str, Any], Any]:
     """The transport's ``send_weights``, of either generation, as a function of model id and weights."""
     parameters = inspect.signature(transport.send_weights).parameters.values()
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = [place.name for place in places]
-    several = any(p.kind is p.VAR_POSITIONAL for p in parameters) or (
-        len([place for place in places if place.default is place.empty]) > 1
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [place.name for place in positional]
+    takes_several = any(p.kind is p.VAR_POSITIONAL for p in parameters) or (
+        len([place for place in positional if place.default is place.empty]) > 1
     )
     send: Callable[..., Any] = transport.send_weights
     if names[:1] == ["weights"] and "model_id" in names:
         return lambda model_id, weights: send(weights, model_id=model_id)
-    if names[:1] == ["model_id"] or (several and names[:1] != ["weights"]):
+    if names[:1] == ["model_id"] or (takes_several and names[:1] != ["weights"]):
         return send
     return lambda _, weights: send(weights)
