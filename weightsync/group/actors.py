@@ -71,7 +71,7 @@ class ActorProcess:
     fate = "killed"
 
     def __init__(self, handle: Any, job: Job, channel: TrainerEnd) -> None:
-        called = _start_life(handle, job)
+        life_call = _start_life(handle, job)
         self.handle = handle
         self._channel = channel
         #: By when its channel has ended too, which may be slower than Ray; None: Ray has reported nothing.
@@ -82,11 +82,11 @@ class ActorProcess:
         peer = f"worker {job.index}"
         ACTOR_WATCH.watch(self._life, peer)
         self._life.add_done_callback(lambda _: self._waker.fire())
-        called.future().add_done_callback(self._ended)
+        life_call.future().add_done_callback(self._ended)
 
-    def _ended(self, over: Future[Any]) -> None:
+    def _ended(self, finished: Future[Any]) -> None:
         """Runs in a thread of Ray's."""
-        error = over.exception()
+        error = finished.exception()
         settle(self._life, error=error if isinstance(error, Exception) else None)
 
     def fileno(self) -> int:
@@ -152,17 +152,17 @@ def _start_life(handle: Any, job: Job) -> Any:
 
 def _describe_unpicklable(ray: Any, arguments: Mapping[str, Any]) -> str:
     """What of some arguments cannot be pickled; empty: nothing that is found."""
-    found = []
+    unpicklable = []
     for name, value in arguments.items():
         try:
             ray.cloudpickle.dumps(value)
         except Exception as error:  # noqa: BLE001 - whatever it is, this cannot be pickled
             _, failures = ray.util.inspect_serializability(value, name=name, print_file=io.StringIO())
             paths = sorted({" -> ".join(map(str, getattr(each, "path", (name, each)))) for each in failures})
-            found.append(
+            unpicklable.append(
                 f"{name}= is {name_of(value)}, and fails at {', '.join(paths or [name])} ({plain(str(error))})"
             )
-    return "; ".join(found)
+    return "; ".join(unpicklable)
 
 
 class ActorLauncher:
@@ -170,7 +170,7 @@ class ActorLauncher:
 
     Args:
         scheme: Ray's.
-        asked: what the user has asked for.
+        arguments: what the user has asked for.
 
     Raises:
         ConfigurationError: an argument is out of range, or not for actors; or an option is the group's own affair.
@@ -179,23 +179,23 @@ class ActorLauncher:
 
     remedy = GIVE_RESTARTS
 
-    def __init__(self, scheme: RayWeightSyncScheme, asked: GroupArguments) -> None:
-        asked.refuse_others("ctx")
-        options = asked.actor_options or {}
+    def __init__(self, scheme: RayWeightSyncScheme, arguments: GroupArguments) -> None:
+        arguments.refuse_others("ctx")
+        options = arguments.actor_options or {}
         if not isinstance(options, Mapping):
             raise ConfigurationError(
                 f"actor_options= is {options!r}: give a dict with the keywords of Ray's options(). Nothing was started."
             )
-        taken = sorted(_RESERVED_OPTIONS & options.keys())
-        if taken:
+        reserved = sorted(_RESERVED_OPTIONS & options.keys())
+        if reserved:
             raise ConfigurationError(
-                f"actor_options= has {', '.join(taken)}: the group sets that itself (its max_restarts= restarts a "
+                f"actor_options= has {', '.join(reserved)}: the group sets that itself (its max_restarts= restarts a "
                 "worker). Nothing was started."
             )
         self.scheme = scheme
-        self.size = asked.least_one_worker()
+        self.size = arguments.least_one_worker()
         # By value where the class is in the program itself, which actors do not import.
-        self._plan = asked.plan(require_ray("WorkerGroup").cloudpickle.dumps)
+        self._plan = arguments.plan(require_ray("WorkerGroup").cloudpickle.dumps)
         self._options = {"num_cpus": 0, **options}
         self._reception: ChannelListener | None = None
 

@@ -57,12 +57,12 @@ _HINTS: Final = {
 }
 
 
-def refusal(state: State, asked: str) -> StateError:
+def refusal(state: State, method: str) -> StateError:
     """The error of a call that a group in this state refuses."""
-    return StateError("worker group", state.value, asked, _ALLOWED.get(state, ()), _HINTS.get(state, ""))
+    return StateError("worker group", state.value, method, _ALLOWED.get(state, ()), _HINTS.get(state, ""))
 
 
-def senders_refusal(error: StateError, sender: WeightSender, asked: str) -> StateError:
+def senders_refusal(error: StateError, sender: WeightSender, method: str) -> StateError:
     """The error of a call that the group's sender refused."""
     state = State(error.state)
     hint = f"another thread waits for version {sender.version}. Use a group in one thread."
@@ -74,12 +74,12 @@ def senders_refusal(error: StateError, sender: WeightSender, asked: str) -> Stat
         hint = f"version {sender.version} {awaits}. Call wait_async(), or leave out on_pending=: then it is superseded."
     elif state is State.CLOSED:
         hint = _HINTS[state]
-    return StateError("worker group", state.value, asked, _ALLOWED.get(state, ()), hint, steps=error.steps)
+    return StateError("worker group", state.value, method, _ALLOWED.get(state, ()), hint, steps=error.steps)
 
 
 def reword_report(report: SyncReport, members: Members, sender: WeightSender) -> SyncReport:
     """A report of the sender's that says of workers that start or were given up what the group knows of them."""
-    before = report.previous and reword_report(report.previous, members, sender)
+    previous = report.previous and reword_report(report.previous, members, sender)
     reworded = {}
     for worker, outcome in report.outcomes.items() if report.version else ():
         member = members.by_index[worker]
@@ -87,9 +87,9 @@ def reword_report(report: SyncReport, members: Members, sender: WeightSender) ->
             reworded[worker] = replace(outcome, reason=f"it {member.state_in_words}")
         elif outcome.kind is OutcomeKind.LOST and worker in members.given_up(sender.worker_ids):
             reworded[worker] = replace(outcome, reason=members.failure(worker).reason)
-    if not reworded and before is report.previous:
+    if not reworded and previous is report.previous:
         return report
-    return replace(report, outcomes={**report.outcomes, **reworded}, previous=before)
+    return replace(report, outcomes={**report.outcomes, **reworded}, previous=previous)
 
 
 def too_late(members: Mapping[int, Member]) -> str:

@@ -68,8 +68,8 @@ _R = TypeVar("_R")
 _Method = Callable[Concatenate[_G, _P], _R]
 
 
-def in_one_thread(asked: str) -> Callable[[_Method[_G, _P, _R]], _Method[_G, _P, _R]]:
-    """Decorate a method of a group that only one thread may be in. `asked` is its name for the user.
+def in_one_thread(method_name: str) -> Callable[[_Method[_G, _P, _R]], _Method[_G, _P, _R]]:
+    """Decorate a method of a group that only one thread may be in. `method_name` is for the user.
 
     It raises StateError: another thread is in such a method; or has closed the group meanwhile, or a signal handler
     has.
@@ -78,32 +78,32 @@ def in_one_thread(asked: str) -> Callable[[_Method[_G, _P, _R]], _Method[_G, _P,
     def decorate(method: _Method[_G, _P, _R]) -> _Method[_G, _P, _R]:
         @functools.wraps(method)
         def call(group: _G, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            own, calls = Call(asked), group._calls
+            this_call, calls = Call(method_name), group._calls
             try:
-                calls.under_way[own] = None
+                calls.under_way[this_call] = None
                 first, *_ = tuple(calls.under_way)  # a copy: another thread may change it meanwhile
-                if first.thread is not own.thread:
-                    raise _taken(group, asked, first)
+                if first.thread is not this_call.thread:
+                    raise _taken(group, method_name, first)
                 return method(group, *args, **kwargs)
             except ClosedMeanwhile:
-                raise refusal(State.CLOSED, asked) from None
+                raise refusal(State.CLOSED, method_name) from None
             except Exception as error:
-                if own.closed_by is None or isinstance(error, WeightSyncError):
+                if this_call.closed_by is None or isinstance(error, WeightSyncError):
                     raise
-                raise refusal(State.CLOSED, asked) from error  # it met something that was released
+                raise refusal(State.CLOSED, method_name) from error  # it met something that was released
             finally:
                 # One call: what a signal handler raises cannot come before it.
-                calls.under_way.pop(own, None)
-                own.over.set()
+                calls.under_way.pop(this_call, None)
+                this_call.over.set()
 
         return call
 
     return decorate
 
 
-def _taken(group: Group, asked: str, by: Call) -> StateError:
+def _taken(group: Group, method_name: str, other_call: Call) -> StateError:
     hint = (
-        f"thread {by.thread.name!r} is in {by.asked}() of this group, and only one thread at a time may use a group. "
-        "Make both calls in the same thread. close() may be called in any."
+        f"thread {other_call.thread.name!r} is in {other_call.asked}() of this group, and only one thread at a time "
+        "may use a group. Make both calls in the same thread. close() may be called in any."
     )
-    return StateError("worker group", group._state.value, asked, ("close",), hint)
+    return StateError("worker group", group._state.value, method_name, ("close",), hint)

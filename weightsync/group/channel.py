@@ -293,20 +293,20 @@ class WorkerEnd:
     @property
     def stopped(self) -> bool:
         """Whether the worker is to return: it was asked to, or the trainer has closed the group or is dead."""
-        self._listen(wait=0)
+        self._listen(milliseconds=0)
         return self._stop_asked or self._ended
 
     def stops_within(self, seconds: float) -> bool:
         """Whether the worker is to return, now or within some seconds."""
         deadline = Deadline(seconds)
         while not self.stopped and not deadline.passed:
-            self._listen(wait=_LOOK_MS)
+            self._listen(milliseconds=_LOOK_MS)
         return self.stopped
 
     @property
     def version(self) -> int:
         """The newest version that the trainer has announced over this channel; 0: none."""
-        self._listen(wait=0)
+        self._listen(milliseconds=0)
         return self._announced
 
     def put(self, value: Any, versions: Callable[[], tuple[int, ...]]) -> None:
@@ -322,9 +322,9 @@ class WorkerEnd:
         """
         result = _pickle_result(value)
         with self._putting:
-            self._listen(wait=0)
+            self._listen(milliseconds=0)
             while not self._room and not self._ended:
-                self._listen(wait=_LOOK_MS)
+                self._listen(milliseconds=_LOOK_MS)
             self._send(Put(versions(), result))
 
     def say(self, word: Started | Failed | Finished) -> None:
@@ -386,32 +386,32 @@ class WorkerEnd:
         why = "this worker's function has returned" if self._sock.fileno() < 0 else gone
         return SenderClosed(f"{why}: the result is dropped.")
 
-    def _listen(self, wait: int) -> None:
+    def _listen(self, milliseconds: int) -> None:
         """Read what the trainer says, and wait at most this many milliseconds for it."""
-        if self._ended or not self._is_ready(select.POLLIN, wait):
+        if self._ended or not self._is_ready(select.POLLIN, milliseconds):
             return
         with Shield(lambda: None), self._lock, contextlib.suppress(BlockingIOError):
             while not self._ended:
                 self._hear(_receive_available(self._sock))
 
-    def _is_ready(self, events: int, wait: int | None) -> bool:
+    def _is_ready(self, events: int, milliseconds: int | None) -> bool:
         """Wait at most these milliseconds for events of the socket. Returns whether there are any, or it is closed."""
         poller = select.poll()
         try:
             poller.register(self._sock, events)
         except ValueError:  # another thread has closed it meanwhile
             return True
-        return bool(poller.poll(wait))
+        return bool(poller.poll(milliseconds))
 
     def _hear(self, data: bytes) -> None:
         self._ended |= not data
         self._inbox += data
-        whole = len(self._inbox) // _WORD.size * _WORD.size
-        for word, version in _WORD.iter_unpack(self._inbox[:whole]):
+        whole_nbytes = len(self._inbox) // _WORD.size * _WORD.size
+        for word, version in _WORD.iter_unpack(self._inbox[:whole_nbytes]):
             self._room += word == _ROOM
             self._stop_asked |= word == _STOP
             self._announced = max(self._announced, version)
-        del self._inbox[:whole]
+        del self._inbox[:whole_nbytes]
 
     def close(self) -> None:
         """Close it. A thread that goes on putting gets `SenderClosed`."""

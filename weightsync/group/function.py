@@ -26,10 +26,10 @@ def require_run(run: object) -> Any:
         raise ConfigurationError(
             f"run= is {name_of(run)}, {kind}: a call of it does not run its body. {_REMEDIES[kind]} {_NOTHING_STARTED}"
         )
-    unfit = _signature_error(run, object())
-    if unfit:
+    reason = _signature_error(run, object())
+    if reason:
         raise ConfigurationError(
-            f"run= is {name_of(run)}, which cannot be called with a worker and nothing else ({unfit}): define it as "
+            f"run= is {name_of(run)}, which cannot be called with a worker and nothing else ({reason}): define it as "
             f"`def {_plain_name(run)}(worker: Worker)`, and bind what else it needs by functools.partial. "
             f"{_NOTHING_STARTED}"
         )
@@ -66,10 +66,10 @@ def require_make_model(make_model: object) -> Any:
     kind = _deferred_kind(make_model)
     if kind is not None:
         raise ConfigurationError(f"make_model= is {name_of(make_model)}, {kind}: {remedy}")
-    unfit = _signature_error(make_model)
-    if unfit:
+    reason = _signature_error(make_model)
+    if reason:
         raise ConfigurationError(
-            f"make_model= is {name_of(make_model)}, which cannot be called without arguments ({unfit}): bind them by "
+            f"make_model= is {name_of(make_model)}, which cannot be called without arguments ({reason}): bind them by "
             f"functools.partial. {_NOTHING_STARTED}"
         )
     return make_model

@@ -99,10 +99,10 @@ class WorkerGroup:
         chosen = names_of(names)
         self._options: dict[str, Any] = {"check_finite": switch(check_finite, "check_finite")}
         self._options |= {} if chosen is None else {"names": chosen}
-        asked = GroupArguments(
+        arguments = GroupArguments(
             run, model, num_workers, make_model, model_id, capacity, max_restarts, staleness, ctx, actor_options, chosen
         )
-        self._launcher = launcher_for(scheme, asked)
+        self._launcher = launcher_for(scheme, arguments)
         self._scheme = self._launcher.scheme
         rules = replace(rules, remedy=self._launcher.remedy)
         members = {index: Member(index, rules, self._begin_life) for index in range(self._launcher.size)}
@@ -214,8 +214,8 @@ class WorkerGroup:
                 for member in self._members.by_index.values():
                     member.release()
                 self._launcher.close(list(self._first.values()))
-                for held in (self._first, self._sent_to, self._members.results):
-                    held.clear()
+                for mapping in (self._first, self._sent_to, self._members.results):
+                    mapping.clear()
                 self._at_exit.cancel()
 
     def forget(self) -> None:
@@ -324,15 +324,15 @@ class WorkerGroup:
         self._require(State.READY, "wait_async")
         return self._check_report(self._wait_for_answers(Deadline(timeout)), failing)
 
-    def _dispatch(self, asked: str, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
-        self._require(State.READY, asked)
+    def _dispatch(self, method: str, weights: Any, pending: OnPending, timeout: float | Timeout | None) -> SyncReport:
+        self._require(State.READY, method)
         self._members.pump()
         self._forget_gone()
         self._sent_to = {index: member.running for index, member in self._members.by_index.items()}
         try:
             return self._sending.dispatch(weights, pending, timeout)
         except StateError as error:
-            raise senders_refusal(error, self.sender, asked) from None
+            raise senders_refusal(error, self.sender, method) from None
         except SyncError as error:
             raise reword_report(error.report, self._members, self.sender).error(ADVICE) from None
 
@@ -361,11 +361,11 @@ class WorkerGroup:
             if self._members.by_index[index].state is MemberState.FAILED:
                 self.sender.remove_worker(index)
 
-    def _check_report(self, report: SyncReport, failing: OnFailure) -> SyncReport:
+    def _check_report(self, report: SyncReport, on_failure: OnFailure) -> SyncReport:
         refused = report.of(OutcomeKind.REFUSED)
         self._await_deaths([*report.of(OutcomeKind.LOST), *refused])
         self._await_first_steps(refused)
-        if failing is OnFailure.REPORT:
+        if on_failure is OnFailure.REPORT:
             return report
         self._raise_failed()
         self._members.require_one()
@@ -393,9 +393,9 @@ class WorkerGroup:
         deadline = Deadline(_LOST_SECONDS)
         members = [self._members.by_index[index] for index in ended if self._is_unlinked(index)]
         lives = [(member, member.running) for member in members if member.running is not None]
-        while left := [member for member, life in lives if member.running is life]:
+        while still_running := [member for member, life in lives if member.running is life]:
             if deadline.passed:
-                for member in left:
+                for member in still_running:
                     member.give_up("its link is lost")
             self._handle_worker_events(deadline)
         self._members.pump()
@@ -494,6 +494,6 @@ class WorkerGroup:
         lives = {index: member.running for index, member in self._members.by_index.items()}
         return {index: life.process.handle for index, life in lives.items() if life is not None}
 
-    def _require(self, state: State, asked: str) -> None:
+    def _require(self, state: State, method: str) -> None:
         if self._state is not state:
-            raise refusal(self._state, asked)
+            raise refusal(self._state, method)

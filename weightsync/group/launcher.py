@@ -71,21 +71,21 @@ class GroupArguments:
                 "theirs. Nothing was started."
             )
 
-    def plan(self, pickled: Callable[[nn.Module], bytes] = pickle.dumps) -> Plan:
+    def plan(self, pickle_model: Callable[[nn.Module], bytes] = pickle.dumps) -> Plan:
         """What the workers have in common, where the group starts them.
 
         Args:
-            pickled: pickles the workers' copy of the model.
+            pickle_model: pickles the workers' copy of the model.
 
         Raises:
             ConfigurationError: the function or ``make_model`` cannot be called, or the model cannot be copied, or a
                 copy of it would not have the weights that are sent.
         """
         self._refuse_unmerged_copies()
-        run, given = require_run(self.run), self.make_model
-        copied = self.names is not None, pickled
-        made = CopiedModel(self.model, *copied) if given is None else require_make_model(given)
-        return Plan(run, made, self.model_id, self.capacity, self.staleness, self.names)
+        run, make_model = require_run(self.run), self.make_model
+        copy_arguments = self.names is not None, pickle_model
+        model_maker = CopiedModel(self.model, *copy_arguments) if make_model is None else require_make_model(make_model)
+        return Plan(run, model_maker, self.model_id, self.capacity, self.staleness, self.names)
 
     def _refuse_unmerged_copies(self) -> None:
         if self.make_model is None and self.names is None and merges_into_others(self.model):
@@ -230,23 +230,25 @@ class CopiedModel:
 
     Args:
         model: the trainer's.
-        whole: copy its weights too, because a version brings only some of them.
-        pickled: pickles it, so that `pickle` can load it. Not as multiprocessing does: that would put its tensors into
-            shared memory.
+        with_weights: copy its weights too, because a version brings only some of them.
+        pickle_model: pickles it, so that `pickle` can load it. Not as multiprocessing does: that would put its tensors
+            into shared memory.
 
     Raises:
         ConfigurationError: it cannot be copied or pickled.
     """
 
-    def __init__(self, model: nn.Module, whole: bool, pickled: Callable[[nn.Module], bytes] = pickle.dumps) -> None:
-        if whole and is_on_meta(model):
+    def __init__(
+        self, model: nn.Module, with_weights: bool, pickle_model: Callable[[nn.Module], bytes] = pickle.dumps
+    ) -> None:
+        if with_weights and is_on_meta(model):
             raise ConfigurationError(
                 f"some weights of model= ({type(model).__name__}) are on the meta device, and with names= workers "
                 "keep those that are not sent: give make_model=, a function that makes a worker's model with its "
                 "weights. Nothing was started."
             )
         try:
-            self._pickled = pickled(copy.deepcopy(model, _tensors_of_copy(model, whole)))
+            self._pickled = pickle_model(copy.deepcopy(model, _tensors_of_copy(model, with_weights)))
         except Exception as error:
             raise ConfigurationError(
                 f"the model {type(model).__name__} cannot be copied to workers ({type(error).__name__}: {error}): give "
@@ -254,7 +256,7 @@ class CopiedModel:
             ) from error
 
     def __call__(self) -> nn.Module:
-        """A new model. Its parameters are on the meta device, unless it is whole.
+        """A new model. Its parameters are on the meta device, unless it was copied with its weights.
 
         Raises:
             ConfigurationError: this process cannot import what the model is made of.
@@ -270,11 +272,11 @@ class CopiedModel:
         return model
 
 
-def _tensors_of_copy(model: nn.Module, whole: bool) -> dict[int, Any]:
+def _tensors_of_copy(model: nn.Module, with_weights: bool) -> dict[int, Any]:
     """What a copy of a model has in place of its tensors, by their ids."""
     bare: dict[int, Any] = {}
     for parameter in model.parameters():
-        data = _on_host(parameter) if whole else parameter.detach().to("meta")
+        data = _on_host(parameter) if with_weights else parameter.detach().to("meta")
         bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
     for buffer in model.buffers():
         bare[id(buffer)] = _on_host(buffer)

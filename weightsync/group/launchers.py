@@ -13,26 +13,26 @@ from weightsync.schemes.ray_module import RayModuleTransformScheme
 from weightsync.schemes.shared import SharedMemWeightSyncScheme
 
 
-def launcher_for(scheme: WeightSyncScheme | str | None, asked: GroupArguments) -> Launcher:
+def launcher_for(scheme: WeightSyncScheme | str | None, arguments: GroupArguments) -> Launcher:
     """The launcher of a group.
 
     Raises:
         ConfigurationError: a group cannot start workers for this scheme, or an argument is for another scheme.
     """
-    made = SharedMemWeightSyncScheme() if scheme is None else scheme
-    made = _scheme_of_backend(made) if isinstance(made, str) else made
-    if not isinstance(made, WeightSyncScheme) or made.initialized_on_sender:
+    chosen_scheme = SharedMemWeightSyncScheme() if scheme is None else scheme
+    chosen_scheme = _scheme_of_backend(chosen_scheme) if isinstance(chosen_scheme, str) else chosen_scheme
+    if not isinstance(chosen_scheme, WeightSyncScheme) or chosen_scheme.initialized_on_sender:
         raise _unusable_scheme_error(scheme)
-    if isinstance(made, PipeScheme):
-        return ProcessLauncher(made, asked)
-    if isinstance(made, RayWeightSyncScheme) and not isinstance(made, RayModuleTransformScheme):
+    if isinstance(chosen_scheme, PipeScheme):
+        return ProcessLauncher(chosen_scheme, arguments)
+    if isinstance(chosen_scheme, RayWeightSyncScheme) and not isinstance(chosen_scheme, RayModuleTransformScheme):
         from weightsync.group.actors import ActorLauncher  # noqa: PLC0415 - for Ray alone
 
-        return ActorLauncher(made, asked)
-    if isinstance(made, DistributedWeightSyncScheme):
+        return ActorLauncher(chosen_scheme, arguments)
+    if isinstance(chosen_scheme, DistributedWeightSyncScheme):
         from weightsync.group.ranks import RankLauncher  # noqa: PLC0415 - for torch.distributed alone
 
-        return RankLauncher(made, asked)
+        return RankLauncher(chosen_scheme, arguments)
     raise _unusable_scheme_error(scheme)
 
 

@@ -267,14 +267,16 @@ class Member:
         Args:
             served: the version that it last served, as far as the sender knows; None: none, or unknown.
         """
-        word, how = self._last_word, self._reason
-        if self.running is not None and not how:
-            how = self.running.process.how_it_ended(self.state is not MemberState.STARTING)
+        last_word, reason = self._last_word, self._reason
+        if self.running is not None and not reason:
+            reason = self.running.process.how_it_ended(self.state is not MemberState.STARTING)
         self.release()
-        if isinstance(word, Finished):
+        if isinstance(last_word, Finished):
             return None
-        trace, version = (self._dump.stack, served) if word is None else (word.remote_traceback, word.version)
-        return self._failure(how if word is None else word.reason, trace, version)
+        trace, version = (
+            (self._dump.stack, served) if last_word is None else (last_word.remote_traceback, last_word.version)
+        )
+        return self._failure(reason if last_word is None else last_word.reason, trace, version)
 
     def _failure(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
         error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=self._restart_or_fail())
@@ -284,14 +286,14 @@ class Member:
 
     def _restart_or_fail(self) -> str:
         """Wait for a restart, or fail for good. Returns what follows, in words."""
-        most = self._rules.max_restarts
-        if self.restarts < most:
+        max_restarts = self._rules.max_restarts
+        if self.restarts < max_restarts:
             delay = min(self._rules.restart_delay * 2 ** min(self.restarts, _DOUBLINGS), _LONGEST_DELAY)
             self.state, self.due = MemberState.WAITING, Deadline(delay)
-            return f"It restarts in {delay:g} s (restart {self.restarts + 1} of at most {most})."
+            return f"It restarts in {delay:g} s (restart {self.restarts + 1} of at most {max_restarts})."
         self.state = MemberState.FAILED
-        if most:
-            return f"It has been restarted as often as max_restarts={most} allows."
+        if max_restarts:
+            return f"It has been restarted as often as max_restarts={max_restarts} allows."
         lasting, remedy = isinstance(self._last_word, Failed) and self._last_word.lasting, self._rules.remedy
         return _LASTING if lasting and remedy == GIVE_RESTARTS else remedy
 
@@ -474,23 +476,23 @@ class Members:
 
 def _descriptors(links: Iterable[Link]) -> tuple[dict[int, int], bool]:
     """What to poll links for, and whether each of them has reported."""
-    wanted: dict[int, int] = {}
-    all_tell = True
+    events_of_fd: dict[int, int] = {}
+    all_have_descriptors = True
     for link in links:
         try:
             readable, writable = link.waitables(), link.wants_write()
         except Exception:  # noqa: BLE001 - an adapter's fault: the sender finds it too, and gives this link up
             readable, writable = [], None
-        all_tell = all_tell and bool(readable)
+        all_have_descriptors = all_have_descriptors and bool(readable)
         for fd in readable:
-            wanted[fd] = wanted.get(fd, 0) | select.POLLIN
+            events_of_fd[fd] = events_of_fd.get(fd, 0) | select.POLLIN
         if writable is not None:
-            wanted[writable] = wanted.get(writable, 0) | select.POLLOUT
-    return wanted, all_tell
+            events_of_fd[writable] = events_of_fd.get(writable, 0) | select.POLLOUT
+    return events_of_fd, all_have_descriptors
 
 
-def _poller(wanted: Mapping[int, int]) -> select.poll:
+def _poller(events_of_fd: Mapping[int, int]) -> select.poll:
     poller = select.poll()
-    for fd, events in wanted.items():
+    for fd, events in events_of_fd.items():
         poller.register(fd, events)
     return poller

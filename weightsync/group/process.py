@@ -190,7 +190,7 @@ class ProcessLauncher:
 
     Args:
         scheme: shared memory, or pipes.
-        asked: what the user has asked for.
+        arguments: what the user has asked for.
 
     Raises:
         ConfigurationError: an argument is out of range, or not for processes.
@@ -198,12 +198,12 @@ class ProcessLauncher:
 
     remedy = GIVE_RESTARTS
 
-    def __init__(self, scheme: PipeScheme, asked: GroupArguments) -> None:
-        asked.refuse_others("actor_options")
+    def __init__(self, scheme: PipeScheme, arguments: GroupArguments) -> None:
+        arguments.refuse_others("actor_options")
         self.scheme = scheme
-        self.size = asked.least_one_worker()
-        self._plan = asked.plan()
-        self._context: Any = multiprocessing.get_context("spawn") if asked.ctx is None else asked.ctx
+        self.size = arguments.least_one_worker()
+        self._plan = arguments.plan()
+        self._context: Any = multiprocessing.get_context("spawn") if arguments.ctx is None else arguments.ctx
         #: None: not open.
         self._announced: Announced | None = None
         #: The trainer's ends of the pipes for weights.
@@ -240,24 +240,24 @@ class ProcessLauncher:
             raise _start_error(index, error) from error
 
     def _launch_process(self, index: int, restarts: int, announced: Announced) -> Launched:
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as our_ends, contextlib.ExitStack() as worker_ends:
             link, far_link = self._context.Pipe()
-            ours.enter_context(link)
+            our_ends.enter_context(link)
             self._links.add(link)
-            theirs.enter_context(far_link)
+            worker_ends.enter_context(far_link)
             near, far = socket.socketpair()
-            ours.enter_context(near)
-            theirs.enter_context(far)
+            our_ends.enter_context(near)
+            worker_ends.enter_context(far)
             dumps, dump_to = self._context.Pipe(duplex=False)
-            ours.enter_context(dumps)
-            theirs.enter_context(dump_to)
+            our_ends.enter_context(dumps)
+            worker_ends.enter_context(dump_to)
             job = Job(
                 self._plan, index, restarts, self.scheme, {"pipe": far_link}, InheritedChannel(far), announced, dump_to
             )
             channel = TrainerEnd(near)
-            ours.callback(channel.close)
+            our_ends.callback(channel.close)
             process = WorkerProcess(self._context, job, dumps)
-            ours.pop_all()
+            our_ends.pop_all()
         return Launched(Running(process, channel, announced.announce), link, process.handle)
 
     def close(self, unreached: Sequence[Launched]) -> None:
@@ -272,14 +272,14 @@ def _require_descriptors(index: int, count: int) -> None:
 
     Where they run out while a process starts, `multiprocessing` leaves pipes open.
     """
-    spare: list[int] = []
+    descriptors: list[int] = []
     try:
-        while len(spare) < count:
-            spare += os.pipe()
+        while len(descriptors) < count:
+            descriptors += os.pipe()
     except OSError as error:
         raise _start_error(index, error) from error
     finally:
-        for descriptor in spare:
+        for descriptor in descriptors:
             os.close(descriptor)
 
 

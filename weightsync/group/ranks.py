@@ -114,7 +114,7 @@ class RankLauncher:
 
     Args:
         scheme: the scheme over torch.distributed.
-        asked: what the user has asked for.
+        arguments: what the user has asked for.
 
     Raises:
         ConfigurationError: this is not rank 0 of a world with more ranks; or an argument is not for ranks.
@@ -122,13 +122,13 @@ class RankLauncher:
 
     remedy = "The group cannot restart a rank: torchrun's --max-restarts starts the whole world again."
 
-    def __init__(self, scheme: DistributedWeightSyncScheme, asked: GroupArguments) -> None:
-        if asked.run is not None:
+    def __init__(self, scheme: DistributedWeightSyncScheme, arguments: GroupArguments) -> None:
+        if arguments.run is not None:
             raise ConfigurationError(
                 "run= is given, but the ranks are processes of their own: pass None here, and call run_worker(run, "
                 "model) in the other ranks. Nothing was started."
             )
-        asked.refuse_others("make_model", "max_restarts", "ctx", "actor_options")
+        arguments.refuse_others("make_model", "max_restarts", "ctx", "actor_options")
         self.scheme = scheme
         self._world = _world()
         self.size = self._world.size - 1
@@ -142,17 +142,17 @@ class RankLauncher:
                 f"this is rank {self._world.rank} of {self._world.size}: rank 0 makes the WorkerGroup, and each other "
                 "rank calls run_worker(). Nothing was started."
             )
-        if asked.num_workers not in (None, self.size):
+        if arguments.num_workers not in (None, self.size):
             raise ConfigurationError(
-                f"num_workers= is {asked.num_workers}, but {self.size} other ranks are in the world: leave it out. "
+                f"num_workers= is {arguments.num_workers}, but {self.size} other ranks are in the world: leave it out. "
                 "Nothing was started."
             )
         self._terms = {
-            "model_id": asked.model_id,
-            "capacity": asked.capacity,
-            "max_staleness": asked.staleness.limit,
-            "on_stale": asked.staleness.on_stale.value,
-            "names": asked.names,
+            "model_id": arguments.model_id,
+            "capacity": arguments.capacity,
+            "max_staleness": arguments.staleness.limit,
+            "on_stale": arguments.staleness.on_stale.value,
+            "names": arguments.names,
         }
         self._reception: ChannelListener | None = None
         #: Where notes are left, and the key before theirs once the group has a number.
@@ -232,17 +232,17 @@ def run_worker(
     world, deadline = _world(), Deadline(timeout)
     if world.rank == 0:
         raise ConfigurationError("this is rank 0, the trainer: make a WorkerGroup here, and do not call run_worker().")
-    found = _await_note(world, deadline)
-    if found is None:
+    joined = _await_note(world, deadline)
+    if joined is None:
         return
-    store, note = found
-    made = DistributedWeightSyncScheme() if scheme is None else scheme
+    store, note = joined
+    own_scheme = DistributedWeightSyncScheme() if scheme is None else scheme
     staleness = Staleness(note["max_staleness"], OnStale(note["on_stale"]))
     names = None if note["names"] is None else tuple(note["names"])
     plan = Plan(run, lambda: model, note["model_id"], note["capacity"], staleness, names)
-    key = SharedKey.given(made._key)
+    key = SharedKey.given(own_scheme._key)
     invitation = Invitation(note["host"], note["port"], bytes.fromhex(note["token"]), key)
-    job = Job(plan, world.rank - 1, 0, made, {"store": store, "rank": world.rank}, invitation, None)
+    job = Job(plan, world.rank - 1, 0, own_scheme, {"store": store, "rank": world.rank}, invitation, None)
     try:
         error = live(job)
     except TransportError:
@@ -263,18 +263,18 @@ def _is_closed(store: PrefixStore) -> bool:
 def _await_note(world: _World, deadline: Deadline) -> tuple[PrefixStore, dict[str, Any]] | None:
     """The store of the next group, and this rank's note; None if the group was closed before it left the note."""
     with contextlib.closing(Client(world.store)) as client:
-        joined = f"{_PREFIX}s of rank {world.rank}"
-        number = client.add(joined, 0) + 1
-        key, closed = f"{_name_of(number)}/{world.rank}", f"{_name_of(number)}/{_CLOSED}"
+        joined_key = f"{_PREFIX}s of rank {world.rank}"
+        number = client.add(joined_key, 0) + 1
+        key, closed_key = f"{_name_of(number)}/{world.rank}", f"{_name_of(number)}/{_CLOSED}"
         while not client.present(key):
-            if client.present(closed):
-                client.add(joined, 1)
+            if client.present(closed_key):
+                client.add(joined_key, 1)
                 return None
             if deadline.passed:
                 raise AckTimeoutError(
                     f"rank 0 has not started its WorkerGroup number {number} in time. run_worker() may be called again."
                 )
             threading.Event().wait(_LOOK_SECONDS)
-        client.add(joined, 1)
+        client.add(joined_key, 1)
         note: dict[str, Any] = json.loads(client.await_value(key))
     return _store_of_group(world, number), note

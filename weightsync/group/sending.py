@@ -71,7 +71,7 @@ class Sending:
         return report
 
 
-def failed_for_running_workers(report: SyncReport, over: Collection[int] = ()) -> bool:
+def failed_for_running_workers(report: SyncReport, ended_workers: Collection[int] = ()) -> bool:
     """Whether an update, or an earlier one in its report, failed for workers that go on.
 
     A worker whose link has ended, because it was lost or it refused the handshake, has failed or finished, and the
@@ -79,11 +79,11 @@ def failed_for_running_workers(report: SyncReport, over: Collection[int] = ()) -
 
     Args:
         report: of the update.
-        over: workers that have refused it, and have ended since.
+        ended_workers: workers that have refused it, and have ended since.
     """
     for worker in report.failed:
         outcome = report.outcomes[worker]
-        ended = outcome.kind is OutcomeKind.REFUSED and (outcome.evidence is Evidence.NONE or worker in over)
+        ended = outcome.kind is OutcomeKind.REFUSED and (outcome.evidence is Evidence.NONE or worker in ended_workers)
         if outcome.kind is not OutcomeKind.LOST and not ended:
             return True
     return report.previous is not None and failed_for_running_workers(report.previous)

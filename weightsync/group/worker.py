@@ -216,8 +216,8 @@ def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) 
 def _run(job: Job, scheme: WeightSyncScheme, channel: WorkerEnd, listening: Callable[[], None]) -> None:
     plan, announced = job.plan, job.announced
     model = require_made(plan.make_model, plan.make_model())
-    chosen = {} if plan.names is None else {"names": plan.names}
-    scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **chosen, **job.reach)
+    names_argument = {} if plan.names is None else {"names": plan.names}
+    scheme.init_on_receiver(model_id=plan.model_id, model=model, worker_idx=job.index, **names_argument, **job.reach)
     listening()
     receiver = scheme.get_receiver()
     _connect(scheme, receiver, channel)
@@ -257,14 +257,14 @@ def _await_link(driver: ReceiverDriver, channel: WorkerEnd, deadline: Deadline) 
         SenderClosed: the group was closed before there was a link.
     """
     while True:
-        seen = driver.waker.fired
+        fired = driver.waker.fired
         if driver.links() or driver.ended:
             return
         if channel.stopped:
             raise SenderClosed(_STOPPED_BEFORE)
         if deadline.passed:
             return
-        driver.wait(LOOK_SECONDS, seen)
+        driver.wait(LOOK_SECONDS, fired)
 
 
 def _await_weights(receiver: WeightReceiver, channel: WorkerEnd) -> None:

@@ -57,17 +57,18 @@ _turn: Final = _Turn()
 
 
 @contextlib.contextmanager
-def _locked(at: Path) -> Iterator[None]:
+def _locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, if its file system has locks. Raises ConfigurationError: another process has it."""
-    descriptor = os.open(at, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY)
     _turn.locked |= {descriptor}
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigurationError(
-                f"another process, or a call that a signal handler has interrupted, is writing a version into {at}: "
-                "give each trainer a directory of its own, and of several ranks let one write. Nothing was written."
+                "another process, or a call that a signal handler has interrupted, is writing a version into "
+                f"{directory}: give each trainer a directory of its own, and of several ranks let one write. Nothing "
+                "was written."
             ) from error
         except OSError:  # some network file systems have no locks
             pass
@@ -80,11 +81,11 @@ def _locked(at: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _folder(given: object, argument: str) -> str:
+def _folder(path_like: object, argument: str) -> str:
     """The path of a directory. Raises ConfigurationError: it is not one."""
-    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    path = os.fspath(path_like) if isinstance(path_like, str | os.PathLike) else None
     if not path or not isinstance(path, str):
-        raise ConfigurationError(f"{argument}= is {given!r}: give the path of the shared directory.")
+        raise ConfigurationError(f"{argument}= is {path_like!r}: give the path of the shared directory.")
     return path
 
 
@@ -119,19 +120,19 @@ class VLLMDoubleBufferTransport:
             LayoutError: a tensor has a dtype that readers cannot load. Nothing was written.
             OSError: the directory cannot be written. The newest version stays the same.
         """
-        found: TensorDict = WeightStrategy("tensordict").extract_weights(weights)
-        _refuse_unreadable(found)
-        at = Path(self.remote_addr)
-        at.mkdir(parents=True, exist_ok=True)
-        with _turn.lock, _locked(at):
-            before = newest(at)
-            version = before + 1
-            shutil.rmtree(at / str(version), ignore_errors=True)  # left by a trainer that died while it wrote
-            found.memmap(at / str(version), copy_existing=True)  # its threads would outlive the call
-            named = at / f"{_NEWEST}.{version}"
-            named.write_text(str(version), encoding="utf-8")
-            named.replace(at / _NEWEST)
-            shutil.rmtree(at / str(before - 1), ignore_errors=True)
+        tensordict: TensorDict = WeightStrategy("tensordict").extract_weights(weights)
+        _refuse_unreadable(tensordict)
+        directory = Path(self.remote_addr)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _turn.lock, _locked(directory):
+            previous = newest(directory)
+            version = previous + 1
+            shutil.rmtree(directory / str(version), ignore_errors=True)  # left by a trainer that died while it wrote
+            tensordict.memmap(directory / str(version), copy_existing=True)  # its threads would outlive the call
+            name_file = directory / f"{_NEWEST}.{version}"
+            name_file.write_text(str(version), encoding="utf-8")
+            name_file.replace(directory / _NEWEST)
+            shutil.rmtree(directory / str(previous - 1), ignore_errors=True)
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
@@ -160,34 +161,34 @@ def _refuse_unreadable(weights: TensorDict) -> None:
             )
 
 
-def newest(at: Path) -> int:
+def newest(directory: Path) -> int:
     """The number of the newest version; 0 if there is none."""
     try:
-        return int((at / _NEWEST).read_text(encoding="utf-8"))
+        return int((directory / _NEWEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
 
 
-def _newest_and_time(at: Path) -> tuple[int, int]:
+def _newest_and_time(directory: Path) -> tuple[int, int]:
     """The number of the newest version, and when it was named: in a directory that was emptied, numbers start again."""
     try:
-        named = (at / _NEWEST).stat().st_mtime_ns
+        named = (directory / _NEWEST).stat().st_mtime_ns
     except FileNotFoundError:
         return _NO_VERSION
-    return newest(at), named
+    return newest(directory), named
 
 
-def read(at: Path) -> tuple[int, TensorDictBase | None]:
+def read(directory: Path) -> tuple[int, TensorDictBase | None]:
     """Read the newest version, and its number. If it is removed during the read, there is a newer one: read that."""
-    while (version := newest(at)) != 0:
+    while (version := newest(directory)) != 0:
         try:
-            found = TensorDict.load_memmap(at / str(version)).flatten_keys(".").clone()
+            weights = TensorDict.load_memmap(directory / str(version)).flatten_keys(".").clone()
         except (FileNotFoundError, NotADirectoryError):
-            if newest(at) == version:
+            if newest(directory) == version:
                 raise
             continue
-        if newest(at) - version < 2:
-            return version, found
+        if newest(directory) - version < 2:
+            return version, weights
     return 0, None
 
 
@@ -311,27 +312,29 @@ class VLLMDoubleBufferWeightReceiver:
             threading.Event().wait(min(_STEP, deadline.nap or _STEP))
         return True
 
-    def _load(self, at: Path, found: tuple[int, int]) -> bool:
+    def _load(self, directory: Path, latest: tuple[int, int]) -> bool:
         """Load the newest version; False: the directory was emptied meanwhile."""
         rpc = optional(self._engine, "collective_rpc")
         if rpc is MISSING:
-            version, weights = read(at)
+            version, weights = read(directory)
             if weights is None:
                 return False
             self.apply_weights(weights)
-            self._applied = found if version == found[0] else (version, 0)  # a newer one is loaded again
+            self._applied = latest if version == latest[0] else (version, 0)  # a newer one is loaded again
             return True
-        whole = False
-        while not whole:  # if a version is removed during the load, workers load only what they still find
-            found = _newest_and_time(at)
-            if (version := found[0]) == 0:
+        is_whole = False
+        while not is_whole:  # if a version is removed during the load, workers load only what they still find
+            latest = _newest_and_time(directory)
+            if (version := latest[0]) == 0:
                 return False
-            called = rpc(method="load_weights_from_storage", args=(str(at / str(version)), self._scheme.num_threads))
+            results = rpc(
+                method="load_weights_from_storage", args=(str(directory / str(version)), self._scheme.num_threads)
+            )
             if optional(self._engine, "llm_engine") is MISSING:
-                require_ray("VLLMDoubleBufferWeightReceiver").get(called)
-            whole = newest(at) - version < 2
+                require_ray("VLLMDoubleBufferWeightReceiver").get(results)
+            is_whole = newest(directory) - version < 2
         self._reset_cache()
-        self._applied = found
+        self._applied = latest
         return True
 
     def _reset_cache(self) -> None:

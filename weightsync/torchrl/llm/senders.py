@@ -159,13 +159,13 @@ class EngineSender:
         """
         if self._transport is None:
             raise StateError(type(self).__name__, "uninitialized", "update_weights", ["init_all_workers_group"])
-        found = self._model() if weights is None else weights
-        if found is None:
+        source = self._model() if weights is None else weights
+        if source is None:
             raise ConfigurationError(
                 "update_weights() needs weights: no model is registered, or it was garbage-collected."
             )
-        taken = self._scheme.strategy.extract_weights(found)
-        report: SyncReport = self._transport.send_weights("policy", taken)
+        extracted = self._scheme.strategy.extract_weights(source)
+        report: SyncReport = self._transport.send_weights("policy", extracted)
         for collector in self._collectors:
             collector.increment_version()
         return report

@@ -108,15 +108,17 @@ class DistributedTransport(TransportFacade):
                 "update_weights"; it was removed from the store.
             StateError, LayoutError, TransportError: as there.
         """
-        into = weights if weights is not None else self._buffer
-        allowed = self._default_wait() if isinstance(timeout, UnsetType) else timeout
+        destination = weights if weights is not None else self._buffer
+        wait = self._default_wait() if isinstance(timeout, UnsetType) else timeout
         if self._generation is Generation.A:
             self._refuse_other_instruction()
-        deadline = Deadline(allowed)
+        deadline = Deadline(wait)
         while True:
-            found = super().receive_weights(_slice(deadline.remaining), weights=into, model=model, strategy=strategy)
-            if found is not None:
-                return found if into is None or self._generation is Generation.A else into
+            received = super().receive_weights(
+                _slice(deadline.remaining), weights=destination, model=model, strategy=strategy
+            )
+            if received is not None:
+                return received if destination is None or self._generation is Generation.A else destination
             if self._generation is Generation.A:
                 self._refuse_other_instruction()
             if deadline.passed:
@@ -126,12 +128,12 @@ class DistributedTransport(TransportFacade):
         store, key = self._store_endpoint().store, f"NODE_{self.rank}_in"
         if not store.check([key]):
             return
-        found = store.get(key)
+        instruction = store.get(key)
         store.delete_key(key)
-        if found != HINT.encode():
+        if instruction != HINT.encode():
             raise ConfigurationError(
-                f"the store's instruction for rank {self.rank} is {found!r}, which is not {HINT!r}: it was removed "
-                "from the store, and no weights were received."
+                f"the store's instruction for rank {self.rank} is {instruction!r}, which is not {HINT!r}: it was "
+                "removed from the store, and no weights were received."
             )
 
     def send_initial_weights(self, weights: Any) -> Any:
@@ -148,12 +150,12 @@ class DistributedTransport(TransportFacade):
         Raises:
             WeightSyncError: as for `receive_weights`.
         """
-        found = super().receive_weights(None, weights=self._buffer)
+        received = super().receive_weights(None, weights=self._buffer)
         with self._hints.withheld():
             self.send_ack()
         if self._buffer is not None:
             return self._buffer
-        return found[1] if self._generation is Generation.A else found
+        return received[1] if self._generation is Generation.A else received
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -240,13 +240,13 @@ class TransportFacade(Configured):
                 self._senders[model_id] = sender
             return self._senders[model_id]
 
-    def _pending(self, model_id: str, sender: WeightSender, asked: str) -> OnPending:
+    def _pending(self, model_id: str, sender: WeightSender, method: str) -> OnPending:
         """What a send does about an outstanding update. Raises StateError: its outcome was not reported yet."""
         if model_id in self._reported:
             return OnPending.SUPERSEDE
         if sender.state is State.PENDING_ASYNC:
             hint = f"version {sender.version} of {model_id!r} is outstanding. wait_ack() waits for its ack."
-            raise StateError(type(self).__name__, sender.state.value, asked, ["wait_ack", "check_ack"], hint)
+            raise StateError(type(self).__name__, sender.state.value, method, ["wait_ack", "check_ack"], hint)
         return OnPending.RAISE
 
     @contextlib.contextmanager
@@ -309,31 +309,31 @@ class TransportFacade(Configured):
         """
         if not self._receives:
             return None
-        applying = None if strategy is None else strategy_of(strategy)
-        found = self._next(Deadline(self._default_wait() if isinstance(timeout, UnsetType) else timeout))
-        if found is None:
+        strategy_object = None if strategy is None else strategy_of(strategy)
+        update = self._next(Deadline(self._default_wait() if isinstance(timeout, UnsetType) else timeout))
+        if update is None:
             return None
-        model_id, given = found
+        model_id, received = update
         try:
-            self._write(given, weights, model, applying)
+            self._write(received, weights, model, strategy_object)
         except BaseException as error:  # after an interrupt too the sender would wait for an ack
             receiver = self._receivers.get(model_id)
             if receiver is not None:  # the transport was not closed meanwhile
                 receiver.nack(error)
             raise
-        return (model_id, given) if self._generation is Generation.A else given
+        return (model_id, received) if self._generation is Generation.A else received
 
-    def _write(self, given: Any, weights: Any, model: Any, strategy: WeightStrategy | None) -> None:
+    def _write(self, received: Any, weights: Any, model: Any, strategy: WeightStrategy | None) -> None:
         """Write what arrived into a buffer and a model. If it does not fit one, a plain strategy changes neither."""
         if weights is not None and model is not None and type(strategy) is WeightStrategy:  # others may rename
-            refuse_misfit(weights, given)
-            strategy.apply_weights(model, given)
-            strategy.apply_weights(weights, given)
+            refuse_misfit(weights, received)
+            strategy.apply_weights(model, received)
+            strategy.apply_weights(weights, received)
             return
         if weights is not None:
-            (strategy or self._services.strategy).apply_weights(weights, given)
+            (strategy or self._services.strategy).apply_weights(weights, received)
         if model is not None and strategy is not None:
-            strategy.apply_weights(model, given)
+            strategy.apply_weights(model, received)
 
     def send_ack(self, message: str = UPDATED) -> None:
         """Ack the update that was received last. The sender's outcome has the evidence `CALL`.
@@ -412,6 +412,6 @@ class TransportFacade(Configured):
             receiver.fail(error)
         self.close()
 
-    def _require_open(self, asked: str) -> None:
+    def _require_open(self, method: str) -> None:
         if self._closed:
-            raise StateError(type(self).__name__, "closed", asked, ["close"])
+            raise StateError(type(self).__name__, "closed", method, ["close"])

@@ -58,12 +58,12 @@ class MPTransport(TransportFacade):
     ) -> None:
         if isinstance(ack_queue, Real):
             ack_queue, timeout = None, ack_queue
-        given = pipe_connection if weight_queue is None else weight_queue
-        self.weight_queue = given if isinstance(given, AnyQueue) else weight_queue
+        pipe_or_queue = pipe_connection if weight_queue is None else weight_queue
+        self.weight_queue = pipe_or_queue if isinstance(pipe_or_queue, AnyQueue) else weight_queue
         self.ack_queue = ack_queue
         generation = Generation.A if self.weight_queue is None and ack_queue is None else Generation.B
         super().__init__(generation=generation, timeout=timeout, strategy=strategy)
-        self._given = None if generation is Generation.B else given
+        self._given = None if generation is Generation.B else pipe_or_queue
 
     def _reset(self) -> None:
         super()._reset()
@@ -130,9 +130,9 @@ class MPTransport(TransportFacade):
                 self._queues[end] = QueueChannel(*ends[end])
             return self._queues[end]
 
-    def _pending(self, model_id: str, sender: WeightSender, asked: str) -> OnPending:
+    def _pending(self, model_id: str, sender: WeightSender, method: str) -> OnPending:
         # Generation B has no method that waits here, so the previous update is abandoned, and the report says so.
-        return OnPending.SUPERSEDE if self._generation is Generation.B else super()._pending(model_id, sender, asked)
+        return OnPending.SUPERSEDE if self._generation is Generation.B else super()._pending(model_id, sender, method)
 
     def send_weights(
         self,

@@ -115,31 +115,31 @@ class ReferencePipe:
         """
         while True:
             waker = self._channel.user_waker()
-            seen = waker.fired
+            fired = waker.fired
             self._inbox._require_open("receive_weights")
-            dead = self._channel.has_ended()
+            has_ended = self._channel.has_ended()
             update = self.next_update(in_turn=False)
             if update is not None or deadline.passed:
                 return update
-            if dead:
+            if has_ended:
                 raise TransportError("The pipe has ended: its other end is closed, or that process is dead.")
-            self._wait(waker, deadline, seen)
+            self._wait(waker, deadline, fired)
 
     def await_any(self, deadline: Deadline) -> bool:
         """Wait until there is an update, a message, or an end."""
         while True:
             waker = self._channel.user_waker()
-            seen = waker.fired
+            fired = waker.fired
             # What arrived before the end is found even after the end was noticed.
             if self._channel.has_user_message() or self._inbox._arrived():
                 return True
             if deadline.passed:
                 return False
-            self._wait(waker, deadline, seen)
+            self._wait(waker, deadline, fired)
 
-    def _wait(self, waker: Waker, deadline: Deadline, seen: int) -> None:
+    def _wait(self, waker: Waker, deadline: Deadline, fired: int) -> None:
         watched: list[Waitable] = [*self._inbox._links(), self._channel]
-        wait(waker, watched, deadline.nap, seen)
+        wait(waker, watched, deadline.nap, fired)
 
 
 def _is_ack(obj: object) -> bool:

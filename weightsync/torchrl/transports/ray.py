@@ -95,12 +95,12 @@ class RayTransport(_ActorFacade):
     ) -> None:
         if remote_collector is not None and remote_actor is not None:
             raise ConfigurationError("remote_collector= and remote_actor= are two names for the one actor: give one.")
-        given = (remote_actor, worker_idx, backend, connection_info_name, model_id)
+        only_in_b = (remote_actor, worker_idx, backend, connection_info_name, model_id)
         self.worker_idx = worker_idx
         self.backend = Backend.GLOO if backend is None else Backend(backend)
         actor = remote_collector if remote_actor is None else remote_actor
         super().__init__(
-            actor, tensor_transport, Generation.A if all(each is None for each in given) else Generation.B, key
+            actor, tensor_transport, Generation.A if all(each is None for each in only_in_b) else Generation.B, key
         )
 
     def _methods(self) -> Sequence[str]:

@@ -123,12 +123,12 @@ class SharedMemTransport(MPTransport):
         Raises:
             ConfigurationError: neither form; or buffers by worker, and pipes are registered.
         """
-        named = model_id if isinstance(model_id, str) else None
-        maps = [each for each in (params_map, model_id) if each is not None and each is not named]
-        if named is not None and weights is not None and not maps and init_queues is None:
+        name = model_id if isinstance(model_id, str) else None
+        maps = [each for each in (params_map, model_id) if each is not None and each is not name]
+        if name is not None and weights is not None and not maps and init_queues is None:
             read_weights(weights)
-            self._policy_weights[named] = weights
-        elif named is None and len(maps) == 1 and isinstance(maps[0], Mapping) and None in (weights, init_queues):
+            self._policy_weights[name] = weights
+        elif name is None and len(maps) == 1 and isinstance(maps[0], Mapping) and None in (weights, init_queues):
             if self._pipes:
                 raise ConfigurationError(_ONE_WAY)
             self._params_map, self._per_worker = dict(maps[0]), per_worker
@@ -183,9 +183,9 @@ class SharedMemTransport(MPTransport):
             applying.apply_weights(model, found)
         return found
 
-    def _require_queues(self, asked: str) -> None:
+    def _require_queues(self, method: str) -> None:
         if not self._init_queues:
-            raise StateError(type(self).__name__, "uninitialized", asked, ["register_weights"])
+            raise StateError(type(self).__name__, "uninitialized", method, ["register_weights"])
 
     def send_weights(
         self,
@@ -238,9 +238,9 @@ class SharedMemTransport(MPTransport):
             return self._fill_without_sending(model_id, weights)
         return super().send_weights_async(model_id, weights)
 
-    def _registered(self, *given: Any) -> tuple[str, Any]:
+    def _registered(self, *arguments: Any) -> tuple[str, Any]:
         """The model's id and weights, if it may be sent."""
-        model_id, weights = model_and_weights(*given)
+        model_id, weights = model_and_weights(*arguments)
         if not self.auto_register:
             require_registered(model_id, self._policy_weights)
         return model_id, self._services.prepare_weights(weights, model_id, self._services.strategy)
@@ -362,13 +362,13 @@ def shared_copy(weights: Any) -> TensorDict:
     Raises:
         ConfigurationError, LayoutError: they cannot be sent.
     """
-    read = read_weights(weights)
-    layout = layout_of(read)
+    weights_read = read_weights(weights)
+    layout = layout_of(weights_read)
     flat = on_cpu(layout.nbytes)
     flat.share_memory_()  # type: ignore[no-untyped-call]
     tensors = {entry.name: view for entry, view in zip(layout.entries, views(layout, flat), strict=True)}
-    for tensor, source in zip(tensors.values(), ordered(read, layout), strict=True):
+    for tensor, source in zip(tensors.values(), ordered(weights_read, layout), strict=True):
         tensor.copy_(source.detach())
-    named = {extra_state_name(module): value for module, value in read.extras().items()}
-    copied: TensorDict = WeightStrategy("tensordict").extract_weights({**tensors, **named})
+    extras = {extra_state_name(module): value for module, value in weights_read.extras().items()}
+    copied: TensorDict = WeightStrategy("tensordict").extract_weights({**tensors, **extras})
     return copied

@@ -47,12 +47,12 @@ class WeightUpdaterBase(abc.ABC):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Set up the state that a subclass's constructor does not deal with."""
-        made = super().__new__(cls)
+        updater = super().__new__(cls)
         _register_with_torchrl()
-        made._pushes = Pushes()
-        made._registered = []
-        made._hooks = []
-        return made
+        updater._pushes = Pushes()
+        updater._registered = []
+        updater._hooks = []
+        return updater
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
@@ -124,16 +124,18 @@ class WeightUpdaterBase(abc.ABC):
         """The state of its sender: `pending_async` while a push that timed out is outstanding."""
         return self._pushes.state
 
-    def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
+    def _push(self, policy_or_weights: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
         if type(self)._push_weights is not WeightUpdaterBase._push_weights:
-            own = functools.partial(self._push_weights, policy_or_weights=given, worker_ids=worker_ids)
-            return self._pushes.push([None], lambda _worker: own(), deadline)
+            push = functools.partial(self._push_weights, policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+            return self._pushes.push([None], lambda _worker: push(), deadline)
         targets, watch = _targets(worker_ids, _known_ids(self)), Stopwatch()
         if not targets:
             return self._pushes.empty()
-        weights = self._maybe_map_weights(self._get_server_weights() if given is None else given)
-        if given is not None and weights is given:
-            weights = _taken(given)
+        weights = self._maybe_map_weights(
+            self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        )
+        if policy_or_weights is not None and weights is policy_or_weights:
+            weights = _taken(policy_or_weights)
         due = [worker for worker in targets if not self._skips(worker)]
         seconds = watch.seconds
         report = self._pushes.push(due, functools.partial(self._call, weights), deadline) if due else None
@@ -275,52 +277,52 @@ def _extract_if_module(weights: Any) -> Any:
     return WeightStrategy().extract_weights(weights) if isinstance(weights, nn.Module) else weights
 
 
-def _taken(given: Any) -> Any:
+def _taken(weights: Any) -> Any:
     """The given weights: a module is extracted, a TensorDict or dict taken as it is.
 
     Raises ConfigurationError: they are of another type.
     """
-    if isinstance(given, TensorDictBase | Mapping | nn.Module):
-        return _extract_if_module(given)
+    if isinstance(weights, TensorDictBase | Mapping | nn.Module):
+        return _extract_if_module(weights)
     raise ConfigurationError(
         f"push_weights() takes a torch.nn.Module, a TensorDict, a dict of tensors or None, not a "
-        f"{type(given).__name__}. Nothing was pushed."
+        f"{type(weights).__name__}. Nothing was pushed."
     )
 
 
 def _known_ids(updater: WeightUpdaterBase) -> list[Any] | None:
     """What `all_worker_ids` returns, as a list. Raises ConfigurationError: it is neither iterable nor None."""
-    given = updater.all_worker_ids()
-    known = None if given is None else items_of(given)
-    if given is not None and known is None:
+    returned = updater.all_worker_ids()
+    ids = None if returned is None else items_of(returned)
+    if returned is not None and ids is None:
         raise ConfigurationError(
-            f"all_worker_ids() of {type(updater).__name__} returned {given!r}: it has to return a list of ids, or None "
-            "if workers have none. Nothing was pushed."
+            f"all_worker_ids() of {type(updater).__name__} returned {returned!r}: it has to return a list of ids, or "
+            "None if workers have none. Nothing was pushed."
         )
-    return known
+    return ids
 
 
-def _targets(worker_ids: Any, known: Sequence[Any] | None) -> list[Any]:
+def _targets(worker_ids: Any, all_ids: Sequence[Any] | None) -> list[Any]:
     """The target workers, by the ids that the updater has; [None]: the only worker, which has no id.
 
     Raises ConfigurationError: the list is empty, or has an unknown id.
     """
     if worker_ids is None:
-        return [None] if known is None else list(known)
-    several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
+        return [None] if all_ids is None else list(all_ids)
+    is_collection = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
     try:
-        given = iter(worker_ids if several else [worker_ids])
+        ids = iter(worker_ids if is_collection else [worker_ids])
     except TypeError:  # a tensor or an array without dimensions is Iterable by its type
-        given = iter([worker_ids])
-    named = [str(worker) if known is not None and str(worker) in known else _id(worker) for worker in given]
-    if not named:
+        ids = iter([worker_ids])
+    targets = [str(worker) if all_ids is not None and str(worker) in all_ids else _id(worker) for worker in ids]
+    if not targets:
         raise ConfigurationError("no worker to push to: worker_ids is empty. Nothing was pushed.")
-    unknown = [worker for worker in named if known is not None and worker not in known]
+    unknown = [worker for worker in targets if all_ids is not None and worker not in all_ids]
     if unknown:
         raise ConfigurationError(
-            f"unknown worker ids {_join_ids(unknown)}: there are {_join_ids(known or [])}. Nothing was pushed."
+            f"unknown worker ids {_join_ids(unknown)}: there are {_join_ids(all_ids or [])}. Nothing was pushed."
         )
-    return list(dict.fromkeys(named))
+    return list(dict.fromkeys(targets))
 
 
 def _id(worker: Any) -> int | torch.device:

@@ -58,17 +58,17 @@ class Call:
         """Make the call. An interrupt is raised, and leaves the call's outcome unknown."""
         watch = Stopwatch()
         try:
-            given = begin(self.worker)
+            returned = begin(self.worker)
         except Exception as error:  # noqa: BLE001 - a user's hook may raise anything: its worker's outcome reports it
             self._failed(error)
         except BaseException:
             self.answers.set_exception(TransportError("the call was interrupted"))
             raise
         else:
-            if has_not_run(given):
+            if has_not_run(returned):
                 self._failed(NotCalled("its method is async, and nothing here awaits it: nothing of it has run"))
-            elif isinstance(given, Future):
-                given.add_done_callback(lambda over: self._over(over, watch))
+            elif isinstance(returned, Future):
+                returned.add_done_callback(lambda over: self._over(over, watch))
             else:
                 self._returned(watch)
 

@@ -88,10 +88,10 @@ class RayWeightUpdater(WeightUpdaterBase):
         self._rests[worker_id] = actor, max(0, resting - 1)
         return resting > 0
 
-    def _push(self, given: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
+    def _push(self, policy_or_weights: Any, worker_ids: Any, deadline: Deadline) -> SyncReport:
         self._forget_replaced()
         try:
-            report = super()._push(given, worker_ids, deadline)
+            report = super()._push(policy_or_weights, worker_ids, deadline)
         finally:
             if self._reference is not None:
                 keep_if_ray_ended(self._reference)
@@ -131,12 +131,12 @@ class RayWeightUpdater(WeightUpdaterBase):
         return self._sessions[worker_id][1]
 
 
-def _interval(given: Any) -> int:
+def _interval(value: Any) -> int:
     try:
-        return max(0, operator.index(given))
+        return max(0, operator.index(value))
     except TypeError:
         raise ConfigurationError(
-            f"max_interval= is {given!r}: give a whole number of pushes that skip a worker."
+            f"max_interval= is {value!r}: give a whole number of pushes that skip a worker."
         ) from None
 
 
@@ -200,9 +200,9 @@ def _watched_future(reference: Any, peer: str) -> Future[None]:
     return end
 
 
-def _on_call_ended(end: Future[None], over: Future[Any], peer: str) -> None:
+def _on_call_ended(end: Future[None], finished: Future[Any], peer: str) -> None:
     """Runs in a thread of Ray's."""
-    error = over.exception()
+    error = finished.exception()
     exceptions = require_ray("RayWeightUpdater").exceptions
     if error is None:
         settle(end)
