@@ -299,10 +299,10 @@ class Background:
             if not self._must_end():
                 self._receive_once()
             if not self._must_end():
-                # A forward that an interrupt has ended wakes nobody.
+                # A forward that an interrupt has ended wakes no waiting thread.
                 waits = PATIENCE if driver.data.pending is not None else None
                 driver.wait(LOOK_AGAIN if self._receiver.awaits_parameters else waits, fired)
-        except ProtocolError as error:  # that link is down, others may be well
+        except ProtocolError as error:  # that link is down; others may still work
             logger.error("model %r: %s", self._receiver.model_id, error)
             self._notify(error)
         except TransportError as error:
@@ -324,7 +324,7 @@ class Background:
     def _fail(self, raised: BaseException) -> None:
         """End the thread because of an error, and the links too, unless the error says what to do."""
         self._end(raised)
-        if not isinstance(raised, WeightSyncError):  # after those reading continues
+        if not isinstance(raised, WeightSyncError):  # reading continues after those
             self._receiver.fail_links(raised)
 
     def _receive_once(self) -> None:
@@ -420,7 +420,7 @@ class Background:
                 self._condition.wait_for(lambda: is_met() or self._error is not None or not self.running, deadline.nap)
                 error = self._error or self._receiver.broken
                 if is_met() and (error is None or isinstance(error, TransportError)):
-                    return True  # a link that ended after that is told by the next call
+                    return True  # the next call reports a link that ended after that
                 self._error = None
                 if error is not None:
                     raise error

@@ -55,7 +55,7 @@ class _ClosedAtExit(PerProcess):
         self._at_exit: Finalize | None = None
 
     def add(self, participant: Closing) -> None:
-        """Close this one when the program ends, unless it has been freed by then."""
+        """Close a participant when the program ends, unless it has been freed by then."""
         with self._lock:
             self._open.add(participant)
             if self._at_exit is None:

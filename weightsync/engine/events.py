@@ -136,7 +136,7 @@ class SpanTracer(ABC):
 
 
 class DropCounter:
-    """How many events of a scheme were dropped. Whoever keeps it does not keep the scheme's events."""
+    """How many events of a scheme were dropped. A reference to it does not keep the scheme's events."""
 
     __slots__ = ("count",)
 

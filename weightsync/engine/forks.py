@@ -38,7 +38,7 @@ class _Forks(PerProcess):
     def _begin(self) -> None:
         #: By their ids. Read and written without a lock: a signal's handler may fork in the thread that holds one.
         self._served: WeakValueDictionary[int, Served] = WeakValueDictionary()
-        #: Of each thread that forks: its fork.
+        #: The fork of each thread that forks.
         self._forking = threading.local()
 
     def add(self, served: Served) -> None:

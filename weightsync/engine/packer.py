@@ -92,7 +92,7 @@ class Packed(Struct):
     layout: Layout
     buffer: Buffer
     extras: bytes
-    #: The digest of the payload and the extra state; empty if nobody has asked for it yet.
+    #: The digest of the payload and the extra state; empty if it was not computed yet.
     digest: bytes
     #: The type in which the weights were given.
     form: WeightsForm = WeightsForm.FLAT
@@ -259,7 +259,7 @@ class Packer:
             raise
 
     def _acquire_buffer(self, device: Device | None, layout: Layout, readers: Readers, hold: BufferHold) -> Buffer:
-        """A buffer for a payload of this layout, which the hold alone keeps."""
+        """A buffer for a payload of this layout. Only the hold keeps it."""
         with self._lock:
             while True:
                 slot = None if device is None else self._on_devices.acquire(device, layout, readers)

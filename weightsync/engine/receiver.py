@@ -158,7 +158,7 @@ class WeightReceiver(Participant):
                     if waits_for_forwards is not queued:
                         (serving.queue if waits_for_forwards else serving.leave_queue)()
                         queued = waits_for_forwards
-                    # A block that an interrupt has ended wakes nobody.
+                    # A block that an interrupt has ended wakes no waiting thread.
                     self._driver.wait(PATIENCE if queued and (nap is None or nap > PATIENCE) else nap, fired)
             finally:
                 if queued:

@@ -411,7 +411,7 @@ class ReceiverDriver(Driver[ReceiverInput, pure.ReceiverData, pure.Event, pure.E
     def _layout_of(self, update: Update) -> Layout:
         if update.layout:
             carried = Layout.decode(update.layout)
-            # One object for equal layouts: they are then known to be equal at a glance.
+            # One object for equal layouts: comparing them then takes no time.
             own = self.layout
             self._layouts = {carried.digest: own if own is not None and own == carried else carried}
         layout = self._layouts.get(update.layout_digest)

@@ -241,7 +241,7 @@ class Reporter:
         return earlier_reports
 
     def _connect_seconds(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Seconds from the dispatch until all targets had connected, of those that still have the link of then."""
+        """Seconds from the dispatch until all targets had connected. Those with another link by now do not count."""
         workers, hearing, longest = self._driver.data.workers, self._driver.hearing, 0.0
         first_heard, since = hearing.first, self._dispatched.started
         for worker in outcomes:

@@ -90,7 +90,7 @@ class Workers:
                 driver.layout = layout
 
     def _renew_layout(self, worker_id: int, known_layout: Callable[[], Layout | None]) -> None:
-        """If this worker has refused the handshake, have the next one carry the layout of the weights of now.
+        """If this worker has refused the handshake, have the next one carry the layout of the present weights.
 
         If the trainer has no model, it is unknown: the worker then answers for the version that follows.
         """
@@ -109,7 +109,7 @@ class Workers:
             self._driver.remove(worker_id, "it was removed from the workers")
 
     def open_endpoints(self) -> dict[int, Any]:
-        """How each worker is reached whose link is open. A pipe that was closed with its link reaches nobody."""
+        """How each worker with an open link is reached. A pipe that was closed with its link reaches no worker."""
         workers, endpoints = self._driver.data.workers, self.endpoints.copy()
         return {
             w: endpoint for w, endpoint in endpoints.items() if (entry := workers.get(w)) is not None and entry.open

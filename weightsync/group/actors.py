@@ -151,7 +151,7 @@ def _start_life(handle: Any, job: Job) -> Any:
 
 
 def _describe_unpicklable(ray: Any, arguments: Mapping[str, Any]) -> str:
-    """What of some arguments cannot be pickled; empty: nothing that is found."""
+    """Which of some arguments cannot be pickled, and at what; empty: none was found."""
     unpicklable = []
     for name, value in arguments.items():
         try:

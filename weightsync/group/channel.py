@@ -225,7 +225,7 @@ class TrainerEnd:
         """Write what there is room for. The rest is written when the group next reads."""
         if self._sock is None or not (self._outbox or self._told < self._announced):
             return
-        # Shielded: what a handler raises between a write and its count would have it written again.
+        # Shielded: if a handler raised between a write and its count, the same would be written again.
         with Shield(lambda: None), contextlib.suppress(BlockingIOError):
             while self._outbox or self._told < self._announced:
                 if not self._outbox:

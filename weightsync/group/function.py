@@ -132,7 +132,7 @@ def _deferred_kind(function: Callable[..., object]) -> str | None:
 
 
 def _signature_error(function: Callable[..., object], *arguments: object) -> str:
-    """Why it cannot be called with these arguments; empty: it can, or nobody can tell."""
+    """Why it cannot be called with these arguments; empty: it can, or this is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin

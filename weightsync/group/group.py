@@ -203,7 +203,7 @@ class WorkerGroup:
                     life.channel.close()
                 self._scheme.close()
                 for life in starting:
-                    life.process.kill()  # it may import for seconds before it hears that the group is closed
+                    life.process.kill()  # it may import for seconds before it learns that the group is closed
             for life in lives:
                 life.process.join(deadline)
             self._members.log_hung(timeout)

@@ -129,7 +129,7 @@ def names_of(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def _is_left_out(value: object) -> bool:
-    """Whether an argument was left out, or given as what that means: no restarts, no options."""
+    """Whether an argument was left out, or has a value that means the same: no restarts, no options."""
     return value is None or (isinstance(value, int | Mapping) and not value)
 
 

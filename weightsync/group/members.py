@@ -160,7 +160,7 @@ class Member:
 
     def start(self) -> None:
         """Begin a life."""
-        with Shield(lambda: None):  # what a handler raises leaves no process that nobody ends
+        with Shield(lambda: None):  # what a handler raises leaves no process running
             self.running = self._start(self.index, self.restarts)
             self.state, self.untaken, self._last_word, self._reason = MemberState.STARTING, 0, None, ""
             self._started, self._unlinked, self._dump = Stopwatch(), None, StackDump()

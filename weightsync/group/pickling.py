@@ -49,7 +49,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor if its elements lie side by side, in whatever order; else a copy of it, of which that is true."""
+    """The tensor itself if its elements lie side by side, in any order; else a copy of it, whose elements do."""
     if tensor.is_contiguous():
         return tensor
     outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -24,7 +24,7 @@ from weightsync.options import OnStale
 
 logger = logging.getLogger("weightsync")
 
-#: After so many results without any step, the model is probably used in a way that is none.
+#: After so many results without any step, the model is probably used in a way that counts none.
 _RESULTS_BEFORE_WARNING: Final = 2
 _NO_STEP: Final = (
     "this worker has put results, and has begun no step: they name no version, its weights may change in the middle "
@@ -202,7 +202,7 @@ class Steps:
         return self._announced.version - (self._receiver.version or 0)
 
     def acts(self) -> None:
-        """The version served acts: the next result names it."""
+        """The version served is in use: the next result names it."""
         version = self._receiver.version
         with self._lock:
             if self._is_old:

@@ -208,7 +208,7 @@ def _report(error: BaseException, scheme: WeightSyncScheme, channel: WorkerEnd) 
     try:
         channel.say(Failed.by(error, receiver.version if receiver is not None else None))
     except SenderClosed:
-        traceback.print_exception(error)  # nobody listens
+        traceback.print_exception(error)  # the trainer is gone
     if receiver is not None:
         receiver.fail(error)
 

@@ -39,7 +39,7 @@ def model_and_weights(*given: Any) -> tuple[str, Any]:
     Args:
         given: by position or by name; UNSET: not given.
 
-    Raises ConfigurationError: no weights, more than two arguments, or two of which none is a str.
+    Raises ConfigurationError: no weights, more than two arguments, or two and neither is a str.
     """
     arguments = [each for each in given if each is not UNSET]
     if len(arguments) > _BOTH:

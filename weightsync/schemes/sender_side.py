@@ -153,7 +153,7 @@ class SenderSide:
         """Add the workers to a new sender, and create the links unless `connect` is to create them."""
         scheme, keywords, context = self._scheme, setup.given, setup.context
         scheme.per_worker_weights = scheme.per_worker_weights or has_factories(context)
-        # A worker that leaves is let go: the sender alone has what it is reached by.
+        # A worker that leaves is released: only the sender keeps how it is reached.
         self.given = {name: each for name, each in keywords.items() if name not in scheme._given_to_workers}
         self.worker_set = setup.worker_set
         sender.set_context(context, setup.model_id)

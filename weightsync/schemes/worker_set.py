@@ -207,7 +207,7 @@ def groups_of(
     prepare: Callable[[Any], Any],
     read: Callable[[object], Weights],
 ) -> Groups:
-    """Weights and the workers that get them; workers share a version if what ``read`` takes of theirs is equal.
+    """Weights and the workers that get them; workers share a version if ``read`` returns the same for them.
 
     Raises ConfigurationError, LayoutError: weights are missing, are for an unknown worker, or cannot be sent.
     """

@@ -140,7 +140,7 @@ class Mapping:
         return dropped
 
     def _drop_own_pages(self) -> bool:
-        # To find out whether there are any takes longer than to map a few pages again.
+        # Finding out whether there are any takes longer than mapping a few pages again.
         if self.nbytes > FEW_PAGES_NBYTES and not _has_own_pages(self._address, len(self._map)):
             return False
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -81,7 +81,7 @@ class _CallServers:
             return server
 
     def _evict_excess(self) -> None:
-        """Drop what is left of senders whose models nobody has received here: each may have had a name of its own."""
+        """Drop what is left of senders whose models were never received here: each may have had a name of its own."""
         if len(self._call_servers) >= _IDLE_KEPT:
             idle = [model_id for model_id, server in self._call_servers.items() if server.idle]
             for model_id in idle[: -_IDLE_KEPT + 1]:

@@ -11,7 +11,7 @@ from weightsync.weights.threads import Part, shares, threads_for
 from weightsync.weights.tree_digest import CHUNK
 
 #: Tensors of this size or more are copied without the GIL, on several threads. Smaller ones are copied in runs by one
-#: thread that holds the GIL: to release it and wait for it again would take longer than the copy.
+#: thread that holds the GIL: releasing it and waiting for it again would take longer than the copy.
 LARGE: Final = 32 << 10
 
 
@@ -92,7 +92,7 @@ def divided(layout: Layout, steps: Sequence[Step], places: Mapping[int, int], *,
         steps: what is copied, in the order of the buffer.
         places: the address of each large tensor that is moved.
         unit: large tensors are cut where one ends.
-        least: smaller steps are no work for more threads. What is copied with the GIL is none either.
+        least: smaller steps are not worth more threads, nor is what is copied with the GIL.
     """
     sizes = [step.end - step.start for step in steps if step.move is not Move.JOINED]
     threads = threads_for(sum(size for size in sizes if size >= least))

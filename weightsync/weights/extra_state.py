@@ -48,7 +48,7 @@ _COMPLEX = struct.Struct("<dd")
 
 
 class PerClass(dict[ref[type[Any]], bool]):
-    """What is true of classes, each asked once: ``answers[ref(kind)]``, which is no call of Python from then on.
+    """The answer for each class, found once: ``answers[ref(kind)]``, which makes no Python call from then on.
 
     It keeps no class alive, as a `functools.lru_cache` would, with all that the class's methods refer to.
 

@@ -96,7 +96,7 @@ class MappedPayload:
     def copies_of(
         self, tensors: Sequence[Tensor], sharing: Sharing, staying: Container[int] = ()
     ) -> list[tuple[Tensor, Tensor]]:
-        """The tensors that lie in this memory, but for ``staying``, each with a copy; tied ones share theirs."""
+        """The tensors that lie in this memory, except ``staying``, each with a copy; tied ones share theirs."""
         groups = {index: group for group in (*sharing.ties, *sharing.overlaps) for index in group}
         found: list[tuple[Tensor, Tensor]] = []
         with torch.inference_mode(False), torch.no_grad():

@@ -111,7 +111,7 @@ def _fill_in_place(owner: TensorDictParams) -> bool:
         torch.utils.swap_tensors(tensor, _make_filled(tensor))  # type: ignore[no-untyped-call]
     if on_meta:
         owner.auto_device_()
-        owner.update({})  # which has it read its parameters and buffers anew
+        owner.update({})  # so that it reads its parameters and buffers again
     return bool(on_meta)
 
 

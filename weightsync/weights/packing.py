@@ -50,7 +50,7 @@ CHUNK = 64 << 20
 #: Smaller tensors are copied and hashed by one thread: two would wait for the GIL, and be no faster.
 LARGE_HASHED: Final = 192 << 10
 
-#: ``into[place] = source`` and ``source[place]`` of memoryviews. To call `memmove` by ctypes takes three times as long.
+#: ``into[place] = source`` and ``source[place]`` of memoryviews. Calling `memmove` by ctypes takes three times as long.
 _put: Final[Any] = setitem
 _get: Final[Any] = getitem
 #: Called with the bytes of a buffer that have just been written.
@@ -276,7 +276,7 @@ class Pieces:
     def _memories_of(self, first: int) -> Iterable[memoryview]:
         """The memory of the small tensors of a run: views that are made during its first copy, and kept in the second.
 
-        To keep those of weights that are elsewhere at each send would take as long as to copy the weights.
+        Keeping those of weights that are elsewhere at each send would take as long as copying the weights.
         """
         indices, _, sizes = self._joined[first]
         memories: Iterable[memoryview] = memories_at([self._places[index] for index in indices], sizes)

@@ -193,7 +193,7 @@ def _read_module(
     tensors, is_usual = into.tensors, usual.get(kind)
     if is_usual is None:
         is_usual = usual[kind] = kind.get_extra_state is _GET_EXTRA_STATE and _is_usual[ref(kind)]
-    # To look up each attribute in the module would take longer than all of the rest.
+    # Looking up each attribute in the module would take longer than everything else.
     fields = module.__dict__ if is_usual else _read_unusual(module, prefix, into, customising)
     for name, parameter in fields["_parameters"].items():
         if parameter is not None:

@@ -183,7 +183,7 @@ class Target:
         self._readers: tuple[Waits, ...] = ()
         #: Held while tensors are moved or written.
         self._moving = threading.RLock()
-        #: Whether parameters may move to a slot on a device; None: nobody has asked yet.
+        #: Whether parameters may move to a slot on a device; None: not determined yet.
         self._movable: bool | None = None
 
     @property
@@ -412,7 +412,7 @@ class Target:
 
     @staticmethod
     def _move_out(plan: DestinationPlan, held: MappedPayload, staying: Container[int] = ()) -> DestinationPlan:
-        """The plan, once tensors in mapped memory have copies of their own, but for ``staying``.
+        """The plan, once tensors in mapped memory, except ``staying``, have copies of their own.
 
         That memory is not theirs to be copied into: the peer writes it again, and on a device other processes read it.
         """

@@ -367,11 +367,11 @@ def address_of(view: memoryview) -> int:
     """The address of a contiguous `view`, read-only or not; 0 if it is empty."""
     if view.nbytes and not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    # Its `ctypes.data` is the same number, two calls of Python later.
+    # Its `ctypes.data` is the same number, after two more Python calls.
     return int(numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
-#: Releases the GIL, which an assignment to `Tensor.data` does not. Its ``_op`` is the same without a call of Python.
+#: Releases the GIL, which an assignment to `Tensor.data` does not. Its ``_op`` is the same without a Python call.
 _SET_DATA: Final[Any] = torch.ops.aten.set_data.default._op
 
 

@@ -45,7 +45,7 @@ def shares(nbytes: int, unit: int, threads: int) -> list[Part]:
 
 
 def in_threads(work: Work, parts: Iterable[Part], threads: int) -> None:
-    """Call ``work(start, end)`` for each part, in as many threads, of which this is one.
+    """Call ``work(start, end)`` for each part, in as many threads, including this one.
 
     Returns, or raises, once all calls have ended. If others cannot be started, this thread does their share.
 
@@ -62,7 +62,7 @@ def in_threads(work: Work, parts: Iterable[Part], threads: int) -> None:
 
 
 def alone() -> bool:
-    """Whether this is the only thread of the process, but for helpers that wait for work."""
+    """Whether this is the only thread of the process, apart from helpers that wait for work."""
     return threading.active_count() == 1 + _helpers.resting
 
 
@@ -146,7 +146,7 @@ class _Job:
 
 
 class _Helpers:
-    """The threads that help. They end once nobody keeps them and no work is under way."""
+    """The threads that help. They end once no owner keeps them and no work is under way."""
 
     #: The process that these are the helpers of.
     _process = 0
@@ -155,7 +155,7 @@ class _Helpers:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: there are none, but for those that this process has started itself."""
+        """In a forked child: there are none, except those that this process has started itself."""
         if self._process == os.getpid():
             return
         # The garbage collector may call `let_go` in a thread that holds it.

@@ -179,7 +179,7 @@ class EngineClient:
             raise TransportError(f"{self._peer} was given another link, which may have loaded a newer version.")
 
     def _lose(self, answers: Answers, message: str, error: Exception) -> None:
-        """The engine is lost. Nobody hears the answer of a link that was closed, so the log has it."""
+        """The engine is lost. The answer of a closed link reaches no sender, so it is logged."""
         if self._engine._client is not self:
             logger.warning("a link was closed while a version was loaded: %s", message)
         answers.set_exception(_lost(message, error))

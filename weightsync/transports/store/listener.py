@@ -314,7 +314,7 @@ class _Listener:
         # Without this client the thread is not waiting yet: it checks before it waits.
         try:
             if self._waking_client is not None:
-                if all(each._over.is_set() for each in _listeners.at(self.where)):  # else we receive there all the same
+                if all(each._over.is_set() for each in _listeners.at(self.where)):  # else we still receive there
                     self._other.leave(self._waking_client)  # first: the thread closes the client
                 self._waking_client.claim(self._next_key, _WAKE_UP)
         except TransportError:

@@ -96,7 +96,7 @@ _CLIENT_DESCRIPTORS: Final = 3
 #: The descriptors that torch's server needs: for its event loop, its own connection, and some to spare. It aborts the
 #: process (SIGABRT) if no descriptor is left for its event loop.
 _SERVER_DESCRIPTORS: Final = 16
-#: Where torch names the descriptor of a store's connection. To look at all descriptors takes a while if there are many.
+#: Where torch names the descriptor of a store's connection. Looking at all descriptors takes a while if there are many.
 _DESCRIPTOR_PATTERN: Final = re.compile(r"client=TCPClient\(SocketImpl\(fd=([0-9]+),")
 #: If a key has no value, `compare_set` with this as the expected and the new value returns it.
 _ABSENT: Final = "weightsync: no value"
@@ -333,7 +333,7 @@ class Client:
 
 
 def _as_ipv4(address: str) -> str:
-    """An IPv4 address as such: torch's sockets are of IPv6 and write ``::ffff:10.0.0.1``, where nobody can listen."""
+    """An IPv4 address as usual: torch's sockets are IPv6 and write ``::ffff:10.0.0.1``, where no socket can listen."""
     mapped = IPv6Address(address).ipv4_mapped if ":" in address else None
     return address if mapped is None else str(mapped)
 

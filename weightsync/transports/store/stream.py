@@ -369,7 +369,7 @@ def host_address() -> str:
     try:
         return socket.gethostbyname(name)
     except socket.gaierror as error:
-        if error.errno not in _NO_IPV4:  # no DNS server answers: to ask for another address takes as long again
+        if error.errno not in _NO_IPV4:  # no DNS server answers: asking for another address takes as long again
             return _LOOPBACK
     try:
         return str(socket.getaddrinfo(name, None, socket.AF_INET6)[0][4][0])

@@ -31,7 +31,7 @@ class KeepsAddresses(Protocol):
 
 
 class Captures:
-    """Tells its watchers before a graph is captured, by whatever means: each way of torch's calls `capture_begin`.
+    """Notifies its watchers before a graph is captured. Each of torch's ways to capture calls `capture_begin`.
 
     Captures also wait for threads that use the device `apart` from them. During a capture a wait for a whole device is
     an error, in every thread, and ends the capture; by default so are many other calls.
@@ -54,7 +54,7 @@ class Captures:
         self._apart: list[int] = []
 
     def know(self) -> None:
-        """Let `under_way` tell of each capture that begins from now on."""
+        """Have `under_way` include each capture that begins from now on."""
         with self._lock:
             self._wrap()
 
@@ -73,7 +73,7 @@ class Captures:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """A block during which no other thread captures. Whoever is too late waits for the other, up to `PATIENCE`."""
+        """A block during which no other thread captures. Of two threads the later one waits, up to `PATIENCE`."""
         ident = threading.get_ident()
         self.know()
         with self._changed:
@@ -81,7 +81,7 @@ class Captures:
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: not self._under_way, PATIENCE):
-                    self._under_way.clear()  # who began it has given it up
+                    self._under_way.clear()  # the thread that began it has given it up
             yield
         finally:
             with self._changed:
@@ -122,7 +122,7 @@ class Captures:
                 raise
 
         self._class.capture_begin = capture_begin
-        # torch 2.15 ends a capture with the second, which the first calls, and whoever wants to look at the graph.
+        # torch 2.15 ends a capture with the second, which the first calls, and so does code that looks at the graph.
         for name in {"capture_end", "capture_end_pre"}.intersection(dir(self._class)):
             setattr(self._class, name, self._wrap_capture_end(getattr(self._class, name)))
 
@@ -152,8 +152,8 @@ def _tracked_types() -> list[type]:
 
 
 def _types_now() -> list[type]:
-    # One call of C, amid which no other thread runs: one that makes a tuple of an iterator at the moment would find
-    # that somebody else refers to the tuple, and raise SystemError.
+    # One C call, during which no other thread runs: one that is making a tuple from an iterator would find another
+    # reference to the tuple, and raise SystemError.
     return list(map(type, chain.from_iterable(map(gc.get_objects, (None,)))))
 
 
@@ -163,7 +163,7 @@ def must_not_move(destination: object) -> bool:
     That is one that torch has compiled, since its graphs may keep addresses; or an RNN: cuDNN needs its parameters in
     one chunk, in cuDNN's own order, or copies them into one at each forward.
     """
-    # Asked at each swap: to go through `destination.modules()` takes more than twice as long.
+    # Called at each swap: going through `destination.modules()` takes more than twice as long.
     to_visit: list[nn.Module | None] = [destination] if isinstance(destination, nn.Module) else []
     seen: set[nn.Module | None] = {None}
     for module in to_visit:

@@ -30,7 +30,7 @@ def installed(kind: str, backend: Backend) -> Iterator[None]:
 
 
 def capturing() -> bool:
-    """Whether a graph is being captured, by whichever thread: nobody may wait for all kernels of a device then."""
+    """Whether any thread is capturing a graph: no thread may wait for all kernels of a device then."""
     return bool(torch.cuda.is_initialized()) and is_capturing()  # type: ignore[no-untyped-call]
 
 
