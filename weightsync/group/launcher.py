@@ -274,13 +274,13 @@ class CopiedModel:
 
 def _tensors_of_copy(model: nn.Module, with_weights: bool) -> dict[int, Any]:
     """What a copy of a model has in place of its tensors, by their ids."""
-    bare: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
     for parameter in model.parameters():
         data = _on_host(parameter) if with_weights else parameter.detach().to("meta")
-        bare[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+        replacements[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
     for buffer in model.buffers():
-        bare[id(buffer)] = _on_host(buffer)
-    return bare
+        replacements[id(buffer)] = _on_host(buffer)
+    return replacements
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -148,16 +148,16 @@ def _failure_of(report: SyncReport) -> str:
     return ""
 
 
-def _report_from_sender(sent: dict[str, str], root: int, failing: OnFailure) -> SyncReport:
+def _report_from_sender(result: dict[str, str], root: int, on_failure: OnFailure) -> SyncReport:
     """The report of the rank that sent, or its failure."""
-    report = decode_report(sent["report"].encode())
+    report = decode_report(result["report"].encode())
     if report is None:
-        raise SyncError(f"Rank {root}, which sends, failed: {sent['error']} That rank raised the error itself.")
+        raise SyncError(f"Rank {root}, which sends, failed: {result['error']} That rank raised the error itself.")
     report = replace(report, sent_by_rank=root)
-    if failing is OnFailure.RAISE:
+    if on_failure is OnFailure.RAISE:
         report.raise_on_failure()
-        if sent["error"]:  # of an update before this one, whose report stays with the rank that sent it
-            raise SyncError(sent["error"], report)
+        if result["error"]:  # of an update before this one, whose report stays with the rank that sent it
+            raise SyncError(result["error"], report)
     return report
 
 
@@ -189,17 +189,17 @@ class _Ranks:
         on_host = "cpu:" in dist.get_backend_config(self._group)
         self._device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
-    def exchange(self, own: bytes) -> list[bytes]:
+    def exchange(self, data: bytes) -> list[bytes]:
         """What each rank sent, in the order of the ranks; all send the same number of bytes."""
-        mine = self._tensor(own)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        own_tensor = self._tensor(data)
+        tensors = [torch.empty_like(own_tensor) for _ in range(dist.get_world_size(self._group))]
         with (
             self.limited(self._group) as limit,
             _explain_collective_errors("compare what the ranks hold", "Nothing was sent"),
         ):
             limit()
-            dist.all_gather(found, mine, group=self._group)
-        return [bytes(each.cpu().numpy()) for each in found]
+            dist.all_gather(tensors, own_tensor, group=self._group)
+        return [bytes(each.cpu().numpy()) for each in tensors]
 
     def announce(self, root: int, result: dict[str, str]) -> None:
         """On the rank that sends: send the others its result. A failure of that does not affect the workers."""
@@ -260,7 +260,7 @@ class _Limit:
 
 
 @contextlib.contextmanager
-def _explain_collective_errors(what: str, known: str) -> Iterator[None]:
+def _explain_collective_errors(action: str, consequence: str) -> Iterator[None]:
     """Raise TransportError for a collective that failed: torch raises a RuntimeError of its own."""
     try:
         yield
@@ -268,6 +268,7 @@ def _explain_collective_errors(what: str, known: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise TransportError(
-            f"The ranks of send_sharded() could not {what}: {error}. A rank did not call it in time, ended, or failed: "
-            f"look at the other ranks' logs. {known}. A process group whose collective failed cannot be used again."
+            f"The ranks of send_sharded() could not {action}: {error}. A rank did not call it in time, ended, or "
+            f"failed: look at the other ranks' logs. {consequence}. A process group whose collective failed cannot be "
+            "used again."
         ) from error

@@ -144,19 +144,23 @@ class SharedMemWeightSyncScheme(PipeScheme):
 
         With ``wire_dtype``, the target has the dtypes of the model, or those that are sent.
         """
-        target, chosen, wire_dtype = self._policy_weights.get(model_id), self._sender_side.selection, self._wire_dtype
+        target, selection, wire_dtype = (
+            self._policy_weights.get(model_id),
+            self._sender_side.selection,
+            self._wire_dtype,
+        )
         if target is None:
             return
         if wire_dtype is not None:
-            found = read_weights(weights) if chosen is None else chosen.read(weights)
-            into = read_live(target) if chosen is None else chosen.read(target)
-            weights = as_sent(found, into, wire_dtype) or weights
-        if chosen is None:
+            weights_read = read_weights(weights) if selection is None else selection.read(weights)
+            target_weights = read_live(target) if selection is None else selection.read(target)
+            weights = as_sent(weights_read, target_weights, wire_dtype) or weights
+        if selection is None:
             self.strategy.apply_weights(target, weights)
         else:  # the rest was not sent, and perhaps cannot be read
-            found = chosen.read(weights)
-            extras = {extra_state_name(module): value for module, value in found.extras().items()}
-            Target(target, Mode.COPY, chosen.read).apply({**found.tensors, **extras})
+            weights_read = selection.read(weights)
+            extras = {extra_state_name(module): value for module, value in weights_read.extras().items()}
+            Target(target, Mode.COPY, selection.read).apply({**weights_read.tensors, **extras})
 
 
 _Targets = TypeVar("_Targets", bound=Mapping[str, Any])
@@ -180,14 +184,15 @@ def require_targets(policy_weights: _Targets) -> _Targets:
     )
 
 
-def require_registered(model_id: str, known: Mapping[str, Any]) -> None:
+def require_registered(model_id: str, registered: Mapping[str, Any]) -> None:
     """Refuse a model that is not registered.
 
     Raises:
         LayoutError: (a KeyError) the model is not registered.
     """
-    if model_id not in known:
+    if model_id not in registered:
         raise LayoutError(
-            f"model {model_id!r} is not registered and auto_register is off; registered are {sorted(known)}. Nothing "
-            "was sent: register it first (register_weights() of a transport, register_shared_weights() of a scheme)."
+            f"model {model_id!r} is not registered and auto_register is off; registered are {sorted(registered)}. "
+            "Nothing was sent: register it first (register_weights() of a transport, register_shared_weights() of a "
+            "scheme)."
         )

@@ -142,12 +142,12 @@ def _clusters(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
         if tensor.numel()
     )
     cluster: list[int] = []
-    where, reach = "", 0
+    cluster_device, cluster_end = "", 0
     for device, start, end, index in extents:
-        if cluster and (device != where or start >= reach):
+        if cluster and (device != cluster_device or start >= cluster_end):
             yield tuple(sorted(cluster))
             cluster = []
-        where, reach = device, max(reach, end) if cluster else end
+        cluster_device, cluster_end = device, max(cluster_end, end) if cluster else end
         cluster.append(index)
     if cluster:
         yield tuple(sorted(cluster))
