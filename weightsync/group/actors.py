@@ -14,7 +14,7 @@ from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
-from weightsync.group.members import Running
+from weightsync.group.members import MemberState, Running
 from weightsync.group.reception import ChannelListener
 from weightsync.group.stack_dump import StackDump
 from weightsync.group.worker import Job, live
@@ -102,7 +102,7 @@ class ActorProcess:
             return False
         return self._channel.ended or not self._channel.attached or self._ends.passed
 
-    def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - Ray says why in either case
+    def how_it_ended(self, state: MemberState) -> str:  # noqa: ARG002 - Ray says why in either case
         """How it ended, in Ray's words, once it is dead."""
         error = self._life.exception()
         return "its actor has ended" if error is None else plain(str(error))

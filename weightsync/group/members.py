@@ -92,11 +92,11 @@ class Process(Protocol):
     def dead(self) -> bool:
         """Whether it is dead. Never waits."""
 
-    def how_it_ended(self, started: bool) -> str:
+    def how_it_ended(self, state: MemberState) -> str:
         """How it ended, in words, once it is dead.
 
         Args:
-            started: whether its function had begun.
+            state: what its member did until then.
         """
 
     def stack_dump(self) -> StackDump:
@@ -267,16 +267,14 @@ class Member:
         Args:
             served: the version that it last served, as far as the sender knows; None: none, or unknown.
         """
-        last_word, reason = self._last_word, self._reason
+        word, reason = self._last_word, self._reason
         if self.running is not None and not reason:
-            reason = self.running.process.how_it_ended(self.state is not MemberState.STARTING)
+            reason = self.running.process.how_it_ended(self.state)
         self.release()
-        if isinstance(last_word, Finished):
+        if isinstance(word, Finished):
             return None
-        trace, version = (
-            (self._dump.stack, served) if last_word is None else (last_word.remote_traceback, last_word.version)
-        )
-        return self._failure(reason if last_word is None else last_word.reason, trace, version)
+        trace, version = (self._dump.stack, served) if word is None else (word.remote_traceback, word.version)
+        return self._failure(reason if word is None else word.reason, trace, version)
 
     def _failure(self, reason: str, trace: str, version: int | None) -> WorkerFailedError:
         error = WorkerFailedError(self.index, reason, trace, version, self.restarts, next_step=self._restart_or_fail())

@@ -26,7 +26,7 @@ from weightsync.errors import GIVE_RESTARTS, ConfigurationError, TransportError
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import name_of
 from weightsync.group.launcher import GroupArguments, Launched
-from weightsync.group.members import Running
+from weightsync.group.members import MemberState, Running
 from weightsync.group.stack_dump import StackDump, request
 from weightsync.group.steps import Announced
 from weightsync.group.worker import InheritedChannel, Job, work
@@ -142,7 +142,7 @@ class WorkerProcess:
         """Whether it is dead. Its pipes may still be open, if a child of it has inherited them."""
         return self._closed or self._watch.dead
 
-    def how_it_ended(self, started: bool) -> str:
+    def how_it_ended(self, state: MemberState) -> str:
         """How it ended, in words, once it is dead: see `Process.how_it_ended`."""
         self.handle.join(_REAP_SECONDS)
         code: int | None = self.handle.exitcode
@@ -150,7 +150,7 @@ class WorkerProcess:
             return "its process is dead"
         if code < 0:
             return f"its process was ended by {signal_name(-code)}"
-        if started or not self._imports_program:
+        if state is not MemberState.STARTING or not self._imports_program:
             return f"its process ended with exit code {code} before its function had returned"
         advice = _GUARD_IT if _is_imported(sys.modules["__main__"]) else _MOVE_IT
         return f"its process ended with exit code {code} before it had started; its stderr says why. {advice}"

@@ -21,7 +21,7 @@ from weightsync.errors import AckTimeoutError, ConfigurationError, TransportErro
 from weightsync.group.channel import TrainerEnd
 from weightsync.group.function import require_run
 from weightsync.group.launcher import GroupArguments, Launched
-from weightsync.group.members import Running
+from weightsync.group.members import MemberState, Running
 from weightsync.group.reception import ChannelListener, Invitation
 from weightsync.group.stack_dump import StackDump
 from weightsync.group.steps import Staleness
@@ -89,7 +89,7 @@ class RankProcess:
         """Whether its channel has ended."""
         return self._channel.ended
 
-    def how_it_ended(self, started: bool) -> str:  # noqa: ARG002 - its launcher says why
+    def how_it_ended(self, state: MemberState) -> str:  # noqa: ARG002 - its launcher says why
         """How it ended, in words, once it is dead."""
         return f"its connection has ended: the process of rank {self.handle} is dead, or its host cannot be reached"
 

@@ -40,7 +40,7 @@ class Process:
     def stack_dump(self) -> StackDump:
         return StackDump("it was at line 3", "in act")
 
-    def how_it_ended(self, started: bool) -> str:
+    def how_it_ended(self, state: MemberState) -> str:
         return "its process was ended by SIGSEGV"
 
 
