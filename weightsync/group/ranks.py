@@ -109,6 +109,20 @@ class RankProcess:
         self._channel.close()
 
 
+def _require_rank_0(world: _World) -> None:
+    """Raise ConfigurationError: this is not rank 0 of a world with more ranks."""
+    if world.size == 1:
+        raise ConfigurationError(
+            "this world has one rank only, and the group needs another one as its worker: start two or more, for "
+            "example by torchrun --nproc-per-node 2. Nothing was started."
+        )
+    if world.rank != 0:
+        raise ConfigurationError(
+            f"this is rank {world.rank} of {world.size}: rank 0 makes the WorkerGroup, and each other rank calls "
+            "run_worker(). Nothing was started."
+        )
+
+
 class RankLauncher:
     """Leaves a note for each rank, which connects on its own.
 
@@ -131,17 +145,8 @@ class RankLauncher:
         arguments.refuse_others("make_model", "max_restarts", "ctx", "actor_options")
         self.scheme = scheme
         self._world = _world()
+        _require_rank_0(self._world)
         self.size = self._world.size - 1
-        if not self.size:
-            raise ConfigurationError(
-                "this world has one rank only, and the group needs another one as its worker: start two or more, for "
-                "example by torchrun --nproc-per-node 2. Nothing was started."
-            )
-        if self._world.rank != 0:
-            raise ConfigurationError(
-                f"this is rank {self._world.rank} of {self._world.size}: rank 0 makes the WorkerGroup, and each other "
-                "rank calls run_worker(). Nothing was started."
-            )
         if arguments.num_workers not in (None, self.size):
             raise ConfigurationError(
                 f"num_workers= is {arguments.num_workers}, but {self.size} other ranks are in the world: leave it out. "
@@ -236,21 +241,27 @@ def run_worker(
     if joined is None:
         return
     store, note = joined
-    own_scheme = DistributedWeightSyncScheme() if scheme is None else scheme
     staleness = Staleness(note["max_staleness"], OnStale(note["on_stale"]))
     names = None if note["names"] is None else tuple(note["names"])
     plan = Plan(run, lambda: model, note["model_id"], note["capacity"], staleness, names)
-    key = SharedKey.given(own_scheme._key)
-    invitation = Invitation(note["host"], note["port"], bytes.fromhex(note["token"]), key)
-    job = Job(plan, world.rank - 1, 0, own_scheme, {"store": store, "rank": world.rank}, invitation, None)
     try:
-        error = live(job)
+        error = live(_job_of(note, plan, store, world.rank, scheme))
     except TransportError:
         if _is_closed(store):
             return
         raise
     if error is not None:
         raise error
+
+
+def _job_of(
+    note: dict[str, Any], plan: Plan, store: PrefixStore, rank: int, scheme: DistributedWeightSyncScheme | None
+) -> Job:
+    """This rank's job, with the channel to which rank 0's note invites it."""
+    own_scheme = DistributedWeightSyncScheme() if scheme is None else scheme
+    key = SharedKey.given(own_scheme._key)
+    invitation = Invitation(note["host"], note["port"], bytes.fromhex(note["token"]), key)
+    return Job(plan, rank - 1, 0, own_scheme, {"store": store, "rank": rank}, invitation, None)
 
 
 def _is_closed(store: PrefixStore) -> bool:
