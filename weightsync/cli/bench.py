@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from weightsync.bench import Device, Results, SchemeName, Settings
 from weightsync.bench.reporting import compared_rows, require_matplotlib
@@ -75,9 +76,7 @@ def bench(  # noqa: PLR0917
     """
     screen = console(report)
     if compare is not None:
-        both = Results.read(compare[0]), Results.read(compare[1])
-        write_report([dict(zip(_COMPARED, row, strict=True)) for row in compared_rows(*both)], report)
-        show_compared(screen, *both)
+        _compare(compare, report, screen)
         return
     if append and (report is None or is_printed(report)):
         raise ConfigurationError("--append needs --json FILE: the file to which the new results are added.")
@@ -95,12 +94,24 @@ def bench(  # noqa: PLR0917
         rounds,
         noise_limit,
     )
-    before = Results.read(report) if append and report is not None and report.exists() else None
-    if before is not None:
-        before.joined(replace(before, machine=describe(device.value), cases=()))  # before minutes of measuring
+    former = Results.read(report) if append and report is not None and report.exists() else None
+    if former is not None:
+        former.joined(replace(former, machine=describe(device.value), cases=()))  # before minutes of measuring
     results = _measured(settings, note, Display(screen))
-    if before is not None:
-        results = before.joined(results)
+    if former is not None:
+        results = former.joined(results)
+    _write(results, report, plot, screen)
+
+
+def _compare(files: tuple[Path, Path], report: Path | None, screen: Console) -> None:
+    """Show two results side by side."""
+    first, second = Results.read(files[0]), Results.read(files[1])
+    write_report([dict(zip(_COMPARED, row, strict=True)) for row in compared_rows(first, second)], report)
+    show_compared(screen, first, second)
+
+
+def _write(results: Results, report: Path | None, plot: Path | None, screen: Console) -> None:
+    """Write the results into the files that were asked for, and show them."""
     try:
         write_report(results.record(), report)
         if plot is not None:
