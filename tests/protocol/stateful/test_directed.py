@@ -180,6 +180,7 @@ def test_a_version_that_was_written_over_by_hand_is_applied_again_over_a_new_lin
         world.deliver_all()
         world.receive(worker(world))
         world.compare()
+        check_all(world)
     assert worker(world).real.version == 1
 
 

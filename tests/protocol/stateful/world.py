@@ -156,6 +156,8 @@ class Worker:
     model: reference.Receiver
     #: Every key that was ever served, with the number of the weights that were live then.
     served: list[tuple[reference.Key, int]] = field(default_factory=list)
+    #: The lengths of `served` at which the version served was written over by hand: it may be served again.
+    overwritten: set[int] = field(default_factory=set)
     #: The length of `served` when the receiver was closed; None: it is not closed.
     at_close: int | None = None
 
@@ -322,6 +324,8 @@ class World:
             (code,) = worker.policy.codes
             assert key is not None
             worker.served.append((key, code))
+        elif input is ReceiverInput.INVALIDATED:
+            worker.overwritten.add(len(worker.served))
 
     def create_link(self, trainer: Trainer, id: int) -> LinkPair:
         """Create a link between a trainer and a worker. Neither side has registered its end yet."""
