@@ -52,9 +52,11 @@ written by hand, whatever has changed:
   spec/modelcheck/second/  the second reading of the properties
   weightsync/verify/       what a trace may show
   tests/protocol/graph/    senders.py, receivers.py and refusing.py: the events that the search tries
+  tests/protocol/stateful/ reference.py: the model of the random walks; guarantees.py: what holds after each step
 at the end, since they take long:
   python spec/check.py mutants --share 1/20 --pin     the model's new mutants; write why one may live
   pytest --trace-counts tests/protocol/traces/recorded.json   how much of the suite is recorded, for docs/assurance.md
+  HYPOTHESIS_PROFILE=nightly pytest tests/protocol/stateful      other walks than in CI, which always tries the same
   make test verify-quick
 CONTRIBUTING.md goes through one such change, step by step."""
 

@@ -31,6 +31,8 @@ SHARES = {Delivery.ORDERED: 1.0, Delivery.REORDERED: 0.3, Delivery.AT_LEAST_ONCE
 
 #: With this many examples, the random and the directed walks together take every row.
 ENOUGH = 100
+#: The time limit of a test in seconds: the profile "nightly" tries fifty times as many examples as "ci".
+LIMIT = max(300, 3 * settings().max_examples)
 
 NUMBERS = st.integers(0, 63)
 COPY_METHODS = ("pickle", "copy", "deepcopy")
@@ -312,7 +314,7 @@ class Walk(RuleBasedStateMachine):
         self.patch.undo()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("delivery", list(Delivery), ids=lambda delivery: delivery.value)
 def test_random_walks_agree_with_the_reference_model(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "weightsync")

@@ -343,7 +343,7 @@ def staff(forkserver: Any) -> Iterator[WorkerProcesses]:
     staff.end()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(max(300, 3 * settings().max_examples))
 @pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
 def test_random_walks_of_worker_processes_agree_with_the_reference_model(
     scheme: Any, staff: WorkerProcesses, caplog: pytest.LogCaptureFixture
