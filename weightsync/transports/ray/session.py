@@ -65,7 +65,8 @@ def failure_in_actor(error: BaseException) -> tuple[str, str] | None:
     trace = plain(str(error))
     # The last line that says something: the traceback of an exception group ends with a rule.
     said = (line.strip(" |") for line in reversed(trace.splitlines()) if line.strip(" |+-"))
-    reason = next(said, repr(error))
+    # Not its repr(): that may be the actor's own, which can raise, since Ray puts other `args` into the error.
+    reason = next(said, type(error).__name__)
     if isinstance(error, (exceptions.RayTaskError, vars(exceptions).get("UnserializableException", ()))):
         return reason, trace
     # Ray has a traceback of its own only if it failed in this process.
