@@ -24,7 +24,7 @@ from torch import nn
 from weightsync import AckTimeoutError, Evidence, OutcomeKind, RefusedError, WeightSyncActor, WorkerLostError
 from weightsync.protocol.messages import Update
 from weightsync.transports.ray import object_store
-from weightsync.transports.ray.session import ACTOR_WATCH, Session
+from weightsync.transports.ray.session import ACTOR_WATCH, Session, failure_in_actor
 
 
 def get(ref: Any) -> Any:
@@ -143,6 +143,34 @@ def test_the_layout_that_a_lost_call_carried_is_sent_again(
         assert sender.send(timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.REFUSED
 
     assert sender.send(timeout=PATIENCE).ok
+
+
+@pytest.mark.usefixtures("through_store")
+def test_calls_lost_one_after_another_are_not_waited_for(
+    setups: list[Any], trainer: Any, lost_object: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second lost call was the one that named the first."""
+    sender = trainer(setups[:1], small(1.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "put", lambda *args, **kwargs: lost_object)
+        for _ in range(2):
+            assert sender.send(timeout=PATIENCE, on_failure="report")[0].kind is OutcomeKind.REFUSED
+
+    assert sender.send(timeout=PATIENCE).ok
+
+
+class Indexing(Exception):
+    """Its repr() raises where Ray has put other ``args`` into it."""
+
+    def __repr__(self) -> str:
+        return f"Indexing({self.args[0]}, {self.args[1]})"
+
+
+def test_an_actors_exception_whose_repr_raises_in_the_trainer_still_gives_its_reason() -> None:
+    error = ray.exceptions.RayTaskError("f", "Traceback:\nIndexing: not for me", Indexing(1, 2)).as_instanceof_cause()
+    assert isinstance(error, Indexing)
+
+    assert failure_in_actor(error) == ("Indexing: not for me", "Traceback:\nIndexing: not for me")
 
 
 @pytest.mark.usefixtures("through_store")

@@ -244,7 +244,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         arguments = self._model_id, self._link, number, self._seal.frame(number, message, payload), carried
         call = _Call(
             lambda: self._first_call(arguments, lost_calls),
-            lambda finished: self._answers_of(message, number, handshake_done, finished),
+            lambda finished: self._answers_of(message, number, handshake_done, lost_calls, finished),
             lambda: self._call_again(number),
         )
         try:
@@ -335,7 +335,7 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         return update, self._put(update, payload)
 
     def _answers_of(
-        self, message: Message, number: int, handshake_done: bool, finished: Future[Any]
+        self, message: Message, number: int, handshake_done: bool, lost_calls: tuple[int, ...], finished: Future[Any]
     ) -> Sequence[Message]:
         error = finished.exception()
         if error is None:
@@ -353,7 +353,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
         if not isinstance(error, _ray_exceptions().ObjectLostError) or not isinstance(message, Update):
             raise self._restarting_error(message, error) or self._loss_error(error)
         # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
-        self._lost.append(number)
+        # Nor of the lost calls that this one named.
+        self._lost += [*lost_calls, number]
         self._unsent_layout = self._unsent_layout or message.layout
         if self._cached is not None:
             self._cached.forget(message.version)
