@@ -168,7 +168,9 @@ class ActorServer:
 
         Raises WeightSyncError: the error given: there are no other models, or the answer would have to be sealed.
         """
-        others = [model_id for model_id, server in _servers.items() if server is not self and server.serves]
+        with _lock:
+            actor_servers = tuple(_servers.items())  # a call in another thread may add one
+        others = [model_id for model_id, each in actor_servers if each is not self and each.serves]
         if not others or is_envelope(parcel.frame):
             raise error
         reason = another_model(self.model_id, others)

@@ -546,6 +546,27 @@ def test_on_an_event_loop_a_call_that_overtook_others_is_returned_without_blocki
 
 
 @pytest.mark.usefixtures("in_an_actor")
+def test_a_link_without_a_model_is_rejected_although_another_call_adds_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a threaded actor, whose get_model may take long."""
+    monkeypatch.setattr(ray_server, "_servers", {})
+
+    class Serving(ray_server.ActorServer):
+        @property
+        def serves(self) -> bool:
+            ray_server.actor_server_of(f"added beside {self.model_id}")
+            return True
+
+    ray_server._servers["critic"] = Serving("critic")
+
+    frames = ray_server.actor_server_of("policy")._reject_link(_parcel(1), ModelPathError("no model"))
+
+    (told,) = decoded(frames)
+    assert "has a receiver of 'critic'" in told.reason
+
+
+@pytest.mark.usefixtures("in_an_actor")
 def test_a_protocol_error_on_one_link_fails_no_call_of_another() -> None:
     """In a threaded actor, each call reads all links."""
     scheme = RayWeightSyncScheme()
