@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import signal
@@ -191,6 +192,28 @@ def test_an_actor_that_replaces_another_is_not_skipped(pool: list[Any]) -> None:
     updater.remote_collectors[0] = pool[1]
 
     assert [kinds(updater.push_weights()) for _ in range(2)] == [[APPLIED], [SKIPPED]]
+
+
+def test_another_handle_of_the_same_actor_is_skipped_like_the_first(pool: list[Any]) -> None:
+    import ray  # noqa: PLC0415
+
+    updater = RayWeightUpdater(weights(), pool[:1], max_interval=1)
+    updater.push_weights()
+
+    updater.remote_collectors = get(ray.put(pool[:1]))
+
+    assert updater.remote_collectors[0] is not pool[0]
+    assert [kinds(updater.push_weights()) for _ in range(2)] == [[SKIPPED], [APPLIED]]
+
+
+def test_a_copy_counts_its_own_pushes(pool: list[Any]) -> None:
+    updater = RayWeightUpdater(weights(), pool[:1], max_interval=2)
+    updater.push_weights()
+
+    copied = copy.copy(updater)
+
+    assert [kinds(copied.push_weights()) for _ in range(2)] == [[APPLIED], [SKIPPED]]
+    assert [kinds(updater.push_weights()) for _ in range(3)] == [[SKIPPED], [SKIPPED], [APPLIED]]
 
 
 @pytest.mark.parametrize("given", [None, "2", 1.5, float("nan")])

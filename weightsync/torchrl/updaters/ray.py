@@ -83,7 +83,7 @@ class RayWeightUpdater(WeightUpdaterBase):
     def _skip_update(self, worker_id: int) -> bool:  # type: ignore[override]
         actor = self.remote_collectors[worker_id]
         known, resting = self._rests.get(worker_id, (actor, 0))
-        if known is not actor:
+        if known != actor:  # two handles of one actor are equal
             return False
         self._rests[worker_id] = actor, max(0, resting - 1)
         return resting > 0
@@ -122,7 +122,7 @@ class RayWeightUpdater(WeightUpdaterBase):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process, perhaps on another node, makes its own sessions with the actors.
-        return {**super().__getstate__(), "_sessions": {}, "_reference": None}
+        return {**super().__getstate__(), "_sessions": {}, "_rests": {}, "_reference": None}
 
     def _session(self, worker_id: int, actor: Any) -> Session:
         """The session in which this actor was first seen."""
