@@ -352,8 +352,8 @@ class ActorCallClient(_RayCallClient, SharesMemory):
             return messages
         if not isinstance(error, _ray_exceptions().ObjectLostError) or not isinstance(message, Update):
             raise self._restarting_error(message, error) or self._loss_error(error)
-        # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing.
-        # Nor of the lost calls that this one named.
+        # Ray ends a call whose argument is lost before the actor's code runs: the worker received nothing,
+        # and does not know of the lost calls that this one named.
         self._lost += [*lost_calls, number]
         self._unsent_layout = self._unsent_layout or message.layout
         if self._cached is not None:
