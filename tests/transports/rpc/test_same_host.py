@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,13 +13,14 @@ from fleet import PATIENCE
 from rpc_fleet import World, attempt, send
 from torch import nn
 
-from weightsync import ProtocolError
+from weightsync import ProtocolError, TransportError
 from weightsync.keys import SharedKey
 from weightsync.protocol import codec
 from weightsync.protocol._tables import RefusalKind
 from weightsync.protocol.messages import Ack, Hello, Message, Refusal, Update
 from weightsync.transports.base import Received
-from weightsync.transports.buffers import Buffer, Storage
+from weightsync.transports.buffers import Buffer, Segment, Storage
+from weightsync.transports.calls import same_host
 from weightsync.transports.calls.same_host import REACHES, MappedPlaces, SegmentPlace, SharedPayloads
 from weightsync.transports.calls.server import CallServer, Parcel
 from weightsync.transports.process import own_host, own_identity
@@ -215,6 +217,53 @@ def test_a_payload_of_a_process_with_a_reused_pid_is_untaken(ends: Ends) -> None
 def test_a_malformed_segment_place_is_a_protocol_error(carried: object) -> None:
     with pytest.raises(ProtocolError, match="place in memory"):
         SegmentPlace.read(carried)
+
+
+def test_a_closed_link_maps_and_keeps_no_payload(ends: Ends) -> None:
+    """A mapping that stayed would keep the trainer's memory for as long as the worker lives."""
+    other = Buffer(NBYTES, Storage.SEGMENTS)
+    first, second = ends.place(), SegmentPlace.of(segment_of(other))
+    assert first is not None
+    assert ends.arrived(first).payload is not None
+    ends.link.close()
+    with pytest.raises(TransportError, match="closed"):
+        ends.server.submit(Parcel("a", 2, codec.encode(UPDATE), place=second))
+
+    assert ends.link._places._mappings == {}
+
+
+def test_a_payload_that_is_no_longer_mapped_holds_no_descriptor(ends: Ends) -> None:
+    place, before = ends.place(), open_segments()
+    assert place is not None
+    assert ends.arrived(place).payload is not None
+    ends.link.close()
+
+    assert open_segments() == before
+
+
+def open_segments() -> int:
+    """How many of this process's descriptors are of segments."""
+    targets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed them
+            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sum("memfd:weightsync" in target for target in targets)
+
+
+def test_a_worker_keeps_only_the_last_mapped_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_host, "MAX_SEGMENTS", 2)
+    buffers = [Buffer(NBYTES, Storage.SEGMENTS) for _ in range(3)]
+    places, mapped = [SegmentPlace.of(segment_of(buffer)) for buffer in buffers], MappedPlaces()
+    for place in places:
+        assert mapped.received(UPDATE, place).payload is not None
+
+    assert list(mapped._mappings) == places[1:]
+
+
+def segment_of(buffer: Buffer) -> Segment:
+    """The segment of a buffer."""
+    assert buffer.segment is not None
+    return buffer.segment
 
 
 def test_an_update_larger_than_its_segment_is_a_protocol_error(ends: Ends) -> None:

@@ -83,6 +83,8 @@ class CallServerLink(WakeableLink):
         if isinstance(content, ProtocolError) or not isinstance(content.message, Update) or not content.message.nbytes:
             return content
         with self._lock:
+            if self._closed:  # the mapping would outlive the link, and keep the trainer's memory
+                return content
             try:
                 return self._places.received(content.message, place)
             except ProtocolError as error:
