@@ -18,9 +18,9 @@ from torch import nn
 from weightsync import ConfigurationError, ProtocolError, RPCWeightSyncScheme, TransportError
 from weightsync.protocol import codec
 from weightsync.protocol.messages import Ack, Bye, Hello, Update
-from weightsync.transports.base import Waker, wait
+from weightsync.transports.base import Received, Waker, wait
 from weightsync.transports.calls.server import CallServer, Parcel, decoded
-from weightsync.transports.calls.server_link import MAX_AHEAD
+from weightsync.transports.calls.server_link import MAX_AHEAD, CallServerLink
 from weightsync.transports.process import own_identity
 from weightsync.transports.rpc import _CallServers, call_server_of
 
@@ -406,3 +406,47 @@ def test_a_receiver_connects_despite_a_malformed_call_waiting_for_it() -> None:
 
         assert [type(message) for message in answers(answer)] == [Hello]
         assert scheme.get_receiver().driver.data.fence == 7
+
+
+def test_only_the_receiver_that_listens_can_stop_listening() -> None:
+    call_server, links = CallServer("m"), []
+    first = call_server.open([].append)
+    first()
+    second = call_server.open(links.append)
+    first()
+
+    call_server.submit(parcel(0))
+    assert len(links) == 1
+    second()
+    links[0].close()
+
+
+def test_what_arrived_before_rpc_was_shut_down_is_read_before_that_is_reported() -> None:
+    link = CallServerLink("the sender", lambda: "RPC was shut down")
+    link.bring(0, Received(ack(1)))
+
+    assert [received.message for received in link.receive()] == [ack(1)]
+    with pytest.raises(TransportError, match="was shut down"):
+        link.receive()
+    link.close()
+
+
+def test_a_call_repeated_after_many_others_is_not_delivered_again(opened: Any) -> None:
+    call_server, links = opened
+    for number in range(20):
+        call_server.submit(parcel(number))
+        links[0].send(ack(number + 1))
+    assert brought(links[0]) == list(range(20))
+
+    assert answers(call_server.submit(parcel(0))) == []
+    assert brought(links[0]) == []
+
+
+def test_no_call_of_a_closed_link_awaits_its_turn(opened: Any) -> None:
+    """A transport that repeats early calls would repeat this one without end."""
+    call_server, links = opened
+    call_server.submit(parcel(0))
+    assert call_server.awaits_turn(parcel(2))
+    links[0].close()
+
+    assert not call_server.awaits_turn(parcel(2))

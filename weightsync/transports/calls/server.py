@@ -47,7 +47,7 @@ class _Listener:
         self.accept = accept
 
     def __call__(self) -> None:
-        self._call_server._stop_listening()
+        self._call_server._stop_listening(self)
 
 
 def _no_listener() -> None:
@@ -336,9 +336,10 @@ class CallServer:
             self.submit(parcel).add_done_callback(partial(complete_like, future))
         return listener
 
-    def _stop_listening(self) -> None:
+    def _stop_listening(self, listener: _Listener) -> None:
         with self._lock:
-            self._listener = _no_listener
+            if self._listener() is listener:  # else another receiver listens by now
+                self._listener = _no_listener
 
 
 def _is_goodbye(brought: Received | ProtocolError | None) -> bool:
