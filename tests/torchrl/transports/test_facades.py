@@ -7,7 +7,8 @@ import copy
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from fleet import PATIENCE
 from tensordict import TensorDict
 
 from weightsync import (
+    AckTimeoutError,
     ConfigurationError,
     DistributedTransport,
     DistributedWeightSyncScheme,
@@ -31,7 +33,9 @@ from weightsync import (
     RPCTransport,
     RPCWeightSyncScheme,
     StateError,
+    WeightSyncError,
 )
+from weightsync.transports.calls.client import Answers, CallLink
 from weightsync.transports.ray.session import require_ray
 
 
@@ -245,3 +249,64 @@ def test_copies_of_an_rpc_transport_keep_the_collectors_address() -> None:
             assert made.collector == transport.collector
             with pytest.raises(StateError):
                 made.wait_ack()
+
+
+# ------------------------------------------------------------------------------------- another actor, meanwhile
+
+
+class SilentActors:
+    """In place of the links to Ray actors: no actor answers."""
+
+    def __init__(self) -> None:
+        self.linked: list[Any] = []
+        self.when_one_closes: Callable[[], Any] | None = None
+
+    def create(self, actor: Any, methods: Any, model_id: str, peer: str) -> CallLink:
+        self.linked.append(actor)
+        return CallLink(self, peer)
+
+    def start(self, message: Any, payload: Any) -> Answers:
+        return Future()
+
+    def close(self) -> None:
+        call, self.when_one_closes = self.when_one_closes, None
+        if call is not None:
+            call()
+
+
+@pytest.fixture
+def to_actor() -> Iterator[tuple[RayActorTransport, SilentActors]]:
+    with RayActorTransport("first") as transport:
+        actors = transport._links = SilentActors()
+        transport.send_weights_async(weights(1.0))
+        yield transport, actors
+
+
+def test_a_send_while_set_actor_closes_the_former_links_goes_to_the_new_actor(to_actor: Any) -> None:
+    transport, actors = to_actor
+    actors.when_one_closes = lambda: transport.send_weights_async(weights(2.0))
+
+    transport.set_actor("second")
+
+    assert actors.linked == ["first", "second"]
+    with pytest.raises(AckTimeoutError):
+        transport.wait_ack(timeout=0.0)
+
+
+def test_a_wait_that_set_actor_ends_leaves_the_update_sent_since_outstanding(
+    to_actor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, _ = to_actor
+
+    def end_late(**_: Any) -> None:
+        """The wait in another thread ends, after this thread has sent to the new actor."""
+        transport.set_actor("second")
+        transport.send_weights_async(weights(2.0))
+        raise WeightSyncError("abandoned")
+
+    monkeypatch.setattr(transport._senders["policy"], "wait_async", end_late)
+    with pytest.raises(WeightSyncError, match="abandoned"):
+        transport.wait_ack()
+
+    with pytest.raises(AckTimeoutError):
+        transport.wait_ack(timeout=0.0)

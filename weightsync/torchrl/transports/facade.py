@@ -264,6 +264,8 @@ class TransportFacade(Configured):
 
     def _record_outcome(self, model_id: str, sender: WeightSender) -> None:
         with self._lock:
+            if self._senders.get(model_id) is not sender:
+                return  # it was closed meanwhile: what is outstanding now is another sender's
             self._update_outstanding(model_id, sender)
             if model_id in self._outstanding:
                 self._reported.add(model_id)

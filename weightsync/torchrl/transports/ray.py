@@ -150,8 +150,9 @@ class RayActorTransport(_ActorFacade):
 
     def set_actor(self, actor_ref: Any) -> None:
         """Send to this actor from now on. Links to another actor are closed; its outstanding updates are ABANDONED."""
-        self._hang_up()
-        self._actor_ref = actor_ref
+        with self._lock:  # a send in another thread would make a link to the former actor in between
+            self._actor_ref = actor_ref
+            self._hang_up()
 
     def send_ack(self, message: str = "updated") -> None:
         """Do nothing: the return of the call is the ack."""
