@@ -378,3 +378,39 @@ def test_a_call_admitted_while_a_receiver_with_a_key_starts_to_listen_is_checked
 
     assert isinstance(call_server.submit(hello), CallRefused)
     assert not given
+
+
+def test_the_number_of_a_call_is_sealed(call_server: tuple[CallServer, list[Any]]) -> None:
+    """Else whoever is between both could change the order of a live sender's messages."""
+    opened, links = call_server
+    seal = KeyedSeal(KEY, LINK, "the worker")
+    with pytest.raises(Challenged):
+        seal.brought(opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None))).result(timeout=0))
+    opened.submit(Parcel(LINK.name, 0, seal.again(0)))
+
+    last = seal.frame(1, Bye(model_id="policy", incarnation=1), None)
+    assert isinstance(opened.submit(Parcel(LINK.name, 2, last)), CallRefused)
+    opened.submit(Parcel(LINK.name, 1, last))
+    assert len(links[0].receive()) == 2
+
+
+def test_a_replayed_hang_up_delivers_none_of_the_replayed_calls(call_server: tuple[CallServer, list[Any]]) -> None:
+    opened, links = call_server
+    seal = KeyedSeal(KEY, LINK, "the worker")
+    opened.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None)))
+    opened.hang_up(Parcel(LINK.name, 1, seal.frame(1, Bye(model_id="policy", incarnation=1), None)))
+
+    assert links == []
+
+
+def test_a_hang_up_ends_the_calls_that_wait_for_a_receivers_key() -> None:
+    made, links, seal = CallServer("policy"), [], KeyedSeal(KEY, LINK, "the worker")
+    gone = made.submit(Parcel(LINK.name, 0, seal.frame(0, hello(), None)))
+    other = made.submit(Parcel("other", 0, seal.frame(0, hello(), None)))
+    assert not made.idle
+    made.hang_up(Parcel(LINK.name, 1, seal.frame(1, Bye(model_id="policy", incarnation=1), None)))
+    assert (gone.result(timeout=0), other.done(), made.idle) == ([], False, False)
+
+    made.open(links.append, KEY)()
+    assert not made.knows(LINK.name)
+    assert other.done()

@@ -15,6 +15,7 @@ from weightsync.protocol.messages import Bye, Hello, Update
 from weightsync.torchrl.transports import queues
 from weightsync.torchrl.transports.queues import QueueChannel, QueueLink
 from weightsync.transports.base import Received
+from weightsync.transports.buffers import Buffer
 from weightsync.transports.calls import gates, server, server_link
 from weightsync.transports.calls.server import CallServer, Parcel
 from weightsync.transports.sealing import Challenged, Identity, KeyedSeal
@@ -204,6 +205,20 @@ def test_unproven_links_are_bounded_and_the_oldest_is_dropped_first(
     lives.prove()
     [link] = links
     assert len(link.receive()) == 1
+
+
+def test_the_bytes_kept_for_unproven_links_are_bounded(
+    keyed: tuple[CallServer, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "MAX_KEPT_NBYTES", 250)
+    opened, _ = keyed
+    for name in "abcd":
+        seal, nbytes = Sender(opened, name).seal, 100
+        message = Update(model_id="m", incarnation=1, version=1, layout_digest=b"", nbytes=nbytes)
+        payload = Buffer(nbytes)
+        opened.submit(Parcel(name, 0, seal.frame(0, message, payload), payload.view[:nbytes]))
+
+    assert [name for name in "abcd" if opened.knows(name)] == ["c", "d"]
 
 
 def test_an_unauthenticated_hang_up_does_not_end_a_held_call(keyed: tuple[CallServer, list[Any]]) -> None:
